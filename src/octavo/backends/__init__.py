@@ -1,0 +1,1 @@
+"""Backends: what executes step plans. Chosen by name, imported lazily."""
