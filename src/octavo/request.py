@@ -15,7 +15,7 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a sequence ended; the values are those of the OpenAI API, plus ABORT and ERROR."""
 
     STOP = "stop"
@@ -185,6 +185,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "block_hashes",
         "block_ids",
         "finish_reason",
         "index",
@@ -195,7 +196,6 @@ class Sequence:
         "num_registered",
         "prompt_logprobs_done",
         "request",
-        "block_hashes",
         "status",
         "stop_reason",
         "token_ids",
