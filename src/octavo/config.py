@@ -1,8 +1,31 @@
-"""The resolved configuration of one engine."""
+"""From the flags a user gives (EngineOptions) to one value for each (EngineConfig): every "auto" ends here.
+
+`read_environment` is the only place that reads OCTAVO_* variables. Precedence: argument, environment, default.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from octavo.errors import ConfigError
+from octavo.units import format_bytes, parse_bytes, shorten
+
+if TYPE_CHECKING:
+    from octavo.models.spec import ModelSpec
+    from octavo.system import CpuInfo
+
+T = TypeVar("T")
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "bfloat16", "float32")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+
+DEFAULT_POOL_FRACTION = 0.5
+DEFAULT_POOL_LIMIT = 4 * 2**30
+SINGLE_REQUEST_FRACTION = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,3 +44,240 @@ class EngineConfig:
     def __post_init__(self) -> None:
         assert self.block_size > 0 and self.num_blocks > 0 and self.max_model_len > 0
         assert self.max_num_batched_tokens >= 1 and self.max_num_seqs >= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Every flag of `octavo serve` and argument of `LLM` that concerns the engine; None and "auto" mean: choose.
+
+    Raises ConfigError that names the option when a value is out of range.
+    """
+
+    # What is served
+    tokenizer: str | None = None  # directory, .gguf or repository to take the tokenizer from
+    load_format: str = "auto"
+    chat_template: str | None = None  # a file, or the template itself
+    dtype: str = "auto"  # of KV and dummy weights; stored weights keep their own format
+    dummy_format: str = "auto"  # weight format of --load-format dummy
+    seed: int | None = None  # of dummy weights, and of requests that bring none
+
+    # What one step and the queue hold
+    max_model_len: int | None = None
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 512
+    max_num_waiting: int = 1024
+    scheduling_policy: str = "fcfs"
+
+    # Memory
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    kv_cache_memory: int | str | None = None  # bytes, or text such as "2GiB"
+    kv_cache_dtype: str = "auto"
+    memory_utilization: float | None = None  # share of the memory still available that KV may take
+
+    # The machine
+    backend: str = "auto"
+    threads: int | None = None
+    isa: str = "auto"
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_model_len", 2, 2**24),
+            ("max_num_seqs", 1, 4096),
+            ("max_num_batched_tokens", 1, 2**20),
+            ("max_num_waiting", 1, 2**20),
+            ("threads", 1, 1024),
+            ("seed", 0, 2**63 - 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and low <= value <= high):
+                raise ConfigError(f"{name} must be an integer from {low} to {high}")
+        for name, allowed in (
+            ("load_format", LOAD_FORMATS),
+            ("dtype", DTYPES),
+            ("kv_cache_dtype", DTYPES),
+            ("scheduling_policy", SCHEDULING_POLICIES),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {shorten(str(value))}")
+        self._check_memory()
+        if self.tensor_parallel_size != 1:
+            raise ConfigError("tensor_parallel_size must be 1: this version runs a model on one machine's CPU")
+
+    def _check_memory(self) -> None:
+        if not (_is_int(self.block_size) and self.block_size in (8, 16, 32, 64, 128)):
+            raise ConfigError("block_size must be 8, 16, 32, 64 or 128 tokens")
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        share = self.memory_utilization
+        if share is not None:
+            if not (isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1):
+                raise ConfigError("memory_utilization must be a number above 0 and at most 1")
+            if self.kv_cache_memory is not None:
+                raise ConfigError("kv_cache_memory and memory_utilization exclude each other: give one of them")
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+# ---------------------------------------------------------------------------- environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The OCTAVO_* variables, by name: OCTAVO_CACHE is `cache` and so on."""
+
+    cache: str | None = None  # directory of downloaded models
+    isa: str | None = None
+    threads: int | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Reads the known OCTAVO_* variables; empty ones count as unset.
+
+    Raises ConfigError for an unknown OCTAVO_* name, so that a typing error never goes unnoticed.
+    """
+    values = {k: v for k, v in (os.environ if environ is None else environ).items() if k.startswith("OCTAVO_") and v}
+    known = ("OCTAVO_API_KEY", "OCTAVO_CACHE", "OCTAVO_ISA", "OCTAVO_THREADS")
+    for name in sorted(values.keys() - set(known)):
+        raise ConfigError(f"unknown environment variable {shorten(name)}; known are {', '.join(known)}")
+    threads = values.get("OCTAVO_THREADS")
+    if threads is not None and not (threads.isascii() and threads.isdigit() and 1 <= int(threads[:9]) <= 1024):
+        raise ConfigError(f"OCTAVO_THREADS must be an integer from 1 to 1024, not {shorten(threads)}")
+    return Environment(
+        cache=values.get("OCTAVO_CACHE"),
+        isa=values.get("OCTAVO_ISA"),
+        threads=int(threads) if threads else None,
+        api_key=values.get("OCTAVO_API_KEY"),
+    )
+
+
+# ---------------------------------------------------------------------------- resolution
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One resolved value and where it came from, for people to read."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """All values that are known before the weights are in memory. `model_len_is_auto`: the pool may lower it."""
+
+    max_model_len: int
+    model_len_is_auto: bool
+    kv_cache_dtype: str
+    dummy_format: str
+    backend: str
+    threads: int
+    isa: str
+    sources: Mapping[str, str]
+
+
+def resolve(options: EngineOptions, spec: ModelSpec, environment: Environment, cpu: CpuInfo) -> Resolved:
+    """Turns every "auto" into a value. Raises ConfigError where an option contradicts the model."""
+    sources: dict[str, str] = {}
+
+    def choose(name: str, *candidates: tuple[T | None, str]) -> T:
+        for value, source in candidates:
+            if value is not None:
+                sources[name] = source
+                return value
+        raise AssertionError(name)
+
+    given, default = "given", "default"
+    if options.max_model_len is not None and options.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len {options.max_model_len} is more than the {spec.max_position} positions "
+            f"that the model was made for"
+        )
+    dtype = _not_auto(options.dtype)
+    kv_cache_dtype = choose(
+        "kv_cache_dtype", (_not_auto(options.kv_cache_dtype), given), (dtype, "dtype"), ("bfloat16", default)
+    )
+    dummy = {"bfloat16": "BF16", "float32": "F32"}
+    return Resolved(
+        max_model_len=choose("max_model_len", (options.max_model_len, given), (spec.max_position, "model")),
+        model_len_is_auto=options.max_model_len is None,
+        kv_cache_dtype=kv_cache_dtype,
+        dummy_format=choose(
+            "dummy_format",
+            (_not_auto(options.dummy_format), given),
+            (dummy.get(dtype or ""), "dtype"),
+            ("BF16", default),
+        ),
+        backend=choose("backend", (_not_auto(options.backend), given), ("cpu", default)),
+        threads=choose(
+            "threads", (options.threads, given), (environment.threads, "OCTAVO_THREADS"), (cpu.num_threads, cpu.source)
+        ),
+        isa=choose(
+            "isa", (_not_auto(options.isa), given), (environment.isa, "OCTAVO_ISA"), ("auto", "best of this CPU")
+        ),
+        sources=sources,
+    )
+
+
+def _not_auto(value: str) -> str | None:
+    return None if value == "auto" else value
+
+
+def pool_budget(
+    options: EngineOptions, *, available: int, bytes_per_token: int, max_model_len: int, source: str = "available"
+) -> tuple[int, str]:
+    """How many bytes of KV to hold, and why. `available` is counted after the weights are in memory.
+
+    Unless told otherwise the pool leaves a laptop usable: half of what is available, at most 4 GiB,
+    never more than max_num_seqs requests of full length could fill; but enough for one request of
+    full length as long as that takes at most 80 % of what is available.
+    """
+    if options.kv_cache_memory is not None:
+        size = parse_bytes(options.kv_cache_memory, "kv_cache_memory")
+        if size > available:
+            raise ConfigError(
+                f"kv_cache_memory asks for {format_bytes(size)}, but only {format_bytes(available)} are left ({source})"
+            )
+        return size, "given"
+    if options.memory_utilization is not None:
+        return int(available * options.memory_utilization), f"{options.memory_utilization:.0%} of the memory left"
+    one = -(-max_model_len // options.block_size) * options.block_size * bytes_per_token
+    usual = min(int(available * DEFAULT_POOL_FRACTION), DEFAULT_POOL_LIMIT)
+    if one * options.max_num_seqs <= usual:
+        return one * options.max_num_seqs, f"{options.max_num_seqs} requests of full length"
+    if usual < one <= available * SINGLE_REQUEST_FRACTION:
+        return one, "one request of full length"
+    limit = (
+        "half of the memory left" if usual < DEFAULT_POOL_LIMIT else f"default of {format_bytes(DEFAULT_POOL_LIMIT)}"
+    )
+    return usual, limit
+
+
+def describe(options: EngineOptions, resolved: Resolved, config: EngineConfig, pool_source: str) -> list[Setting]:
+    """The resolved configuration as a table: every name, its value, where it came from."""
+    defaults = EngineOptions()
+    rows = []
+    for name in (
+        "max_model_len",
+        "block_size",
+        "num_blocks",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_waiting",
+        "enable_prefix_caching",
+        "scheduling_policy",
+    ):
+        source = "given" if getattr(options, name, None) != getattr(defaults, name, None) else "default"
+        rows.append(Setting(name, str(getattr(config, name)), resolved.sources.get(name, source)))
+    if config.max_model_len != resolved.max_model_len:
+        rows[0] = Setting("max_model_len", str(config.max_model_len), "lowered to what the KV pool holds")
+    rows[2] = Setting("num_blocks", str(config.num_blocks), pool_source)
+    for name in ("kv_cache_dtype", "backend", "threads", "isa"):
+        rows.append(Setting(name, str(getattr(resolved, name)), resolved.sources[name]))
+    return rows
