@@ -194,6 +194,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "num_registered",
+        "order",
         "prompt_logprobs_done",
         "request",
         "status",
@@ -213,6 +214,7 @@ class Sequence:
         self.num_cached: int | None = None  # hit tokens at first admission; None until admitted
         self.num_preemptions = 0
         self.prompt_logprobs_done = 0  # prompt positions whose logprobs were already emitted
+        self.order: tuple[float, int, int] = (0.0, 0, index)  # place in line, set by the scheduler
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -228,6 +230,15 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Prompt logprobs are the same for all samples, so only the first one reports them."""
+        return (
+            self.request.params.prompt_logprobs is not None
+            and self.index == 0
+            and self.prompt_logprobs_done < self.num_prompt - 1
+        )
 
     @property
     def finished(self) -> bool:

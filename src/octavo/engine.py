@@ -1,0 +1,175 @@
+"""The engine: plan, execute, commit."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass
+
+from octavo.backends.base import Backend
+from octavo.clock import Clock, WallClock
+from octavo.config import EngineConfig
+from octavo.errors import ContextLengthError, EngineError, RequestError
+from octavo.events import OutputEvent
+from octavo.kv.sizing import check_fits
+from octavo.plan import StepPlan, StepResult
+from octavo.request import MAX_SEED, FinishReason, Request, SamplingParams
+from octavo.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_SALT_LEN = 4096
+MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot. Sequences and blocks now, then totals since the start (see `scheduler.Counters`)."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int  # cached ones included: they are reused on demand
+    num_cached_blocks: int
+    num_steps: int
+    num_prompt_tokens_computed: int
+    num_generated_tokens: int
+    num_query_tokens: int  # prompt tokens looked up in the prefix cache
+    num_hit_tokens: int  # of these, found
+    num_readmission_hit_tokens: int
+    num_sibling_hit_tokens: int
+    num_preemptions: int
+    queue_seconds: float
+    num_finished: dict[FinishReason, int]  # requests
+
+
+class Engine:
+    """One model, one KV pool, one loop. Not thread-safe: whoever owns it calls it from one thread."""
+
+    def __init__(
+        self, config: EngineConfig, backend: Backend, *, clock: Clock | None = None, seed: int | None = None
+    ) -> None:
+        """`seed` makes the seeds drawn for requests without one repeatable."""
+        self.config = config
+        self.backend = backend
+        self.scheduler = Scheduler(config)
+        self._clock: Clock = WallClock() if clock is None else clock
+        self._random = random.Random(seed)
+        backend.allocate_kv(config.num_blocks)
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> Request:
+        """Check everything about a request that needs the model or the pool, and fill in what is open.
+
+        `max_tokens` becomes a number and is clamped to the context, a missing seed is drawn. Raises
+        RequestError, ContextLengthError (prompt leaves no room), NeverFitsError (pool too small).
+        """
+        vocab_size = self.backend.capabilities.vocab_size
+        _check_token_ids("prompt", prompt_token_ids, vocab_size)
+        _check_token_ids("logit_bias", list(params.logit_bias), vocab_size)
+        _check_token_ids("stop_token_ids", list(params.stop_token_ids), vocab_size)
+        if len(cache_salt) > MAX_SALT_LEN:
+            raise RequestError(f"cache_salt has more than {MAX_SALT_LEN} characters", param="cache_salt")
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
+        num_prompt = len(prompt_token_ids)
+        room = self.config.max_model_len - num_prompt
+        if room < 0 or (room == 0 and params.max_tokens != 0):
+            raise ContextLengthError(num_prompt, self.config.max_model_len)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        check_fits(num_prompt, max_tokens, self.config.num_blocks, self.config.block_size)
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed & MAX_SEED
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            max_tokens=max_tokens,
+            seed=seed,
+            eos_token_ids=eos_token_ids,
+            cache_salt=cache_salt,
+            priority=priority,
+            arrival=self._clock.now(),
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Queue it. QueueFullError; RequestError if the id belongs to a live request."""
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt + min(1, request.max_tokens) > self.config.max_model_len:
+            raise ContextLengthError(num_prompt, self.config.max_model_len)
+        check_fits(num_prompt, request.max_tokens, self.config.num_blocks, self.config.block_size)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Free a request's blocks at once; its ABORT events come with the next step. Unknown ids: no-op."""
+        self.scheduler.abort(request_id)
+
+    def finish_sequence(self, request_id: str, index: int) -> None:
+        """The text layer found a stop string: end this sequence now, with no further events."""
+        self.scheduler.finish_sequence(request_id, index)
+
+    def step(self) -> list[OutputEvent]:
+        """Plan, execute, commit. A fault ends the requests of the step with ERROR events; the rest live on."""
+        try:
+            plan = self.scheduler.plan(self._clock.now())
+            if not plan.rows:
+                return self.scheduler.take_pending()
+            result = self.backend.execute(plan)
+            _check_result(plan, result)
+            return self.scheduler.commit(plan, result)
+        except Exception as exc:
+            logger.exception("a step failed; its requests end with an error")
+            return self.scheduler.fail_in_flight(f"the engine failed in a step: {type(exc).__name__}: {exc!s:.200}")
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def stats(self) -> EngineStats:
+        scheduler, pool, counters = self.scheduler, self.scheduler.tables.pool, self.scheduler.counters
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=len(pool.cache),
+            num_steps=counters.steps,
+            num_prompt_tokens_computed=counters.prompt_tokens_computed,
+            num_generated_tokens=counters.generated_tokens,
+            num_query_tokens=counters.query_tokens,
+            num_hit_tokens=counters.hit_tokens,
+            num_readmission_hit_tokens=counters.readmission_hit_tokens,
+            num_sibling_hit_tokens=counters.sibling_hit_tokens,
+            num_preemptions=counters.preemptions,
+            queue_seconds=counters.queue_seconds,
+            num_finished=dict(counters.finished),
+        )
+
+
+def _check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
+    """Types and range at once for the usual case; the loop only finds the culprit."""
+    if set(map(type, token_ids)) <= {int} and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)):
+        return
+    for i, token_id in enumerate(token_ids):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{param}: entry {i} is not a token id from 0 to {vocab_size - 1}", param=param, code="invalid_token_id"
+            )
+
+
+def _check_result(plan: StepPlan, result: StepResult) -> None:
+    """A backend that breaks the contract fails the step, before anything enters the books."""
+    if len(result.rows) != len(plan.rows):
+        raise EngineError(f"{len(result.rows)} results for {len(plan.rows)} rows")
+    for row, out in zip(plan.rows, result.rows, strict=True):
+        if out.error is None and (
+            (out.token_id is None) != (row.sample is None) or len(out.scores) != len(row.score_ids)
+        ):
+            raise EngineError("the result of a row does not match what was asked for")

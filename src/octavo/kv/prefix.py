@@ -1,0 +1,86 @@
+"""Which block holds the KV of which tokens: chained block hashes and the map from hash to block id."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+_PERSON = b"octavo-kv-block1"  # BLAKE2 personalisation: these hashes never equal hashes made for something else
+
+
+def root_hash(salt: str) -> bytes:
+    """The parent of a first block. Different salts share nothing, so tenants cannot probe each other."""
+    data = salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(b"root" + struct.pack("<Q", len(data)) + data, digest_size=32, person=_PERSON).digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of a full block in its context.
+
+    The input is tagged and length-delimited, so no two different (salt, tokens) give the same input,
+    and it has no per-process seed, so equal tokens hash equally in every process. A cryptographic
+    hash, because a collision would answer one user from another user's context.
+    """
+    data = b"next" + parent + struct.pack(f"<Q{len(token_ids)}I", len(token_ids), *token_ids)
+    return hashlib.blake2b(data, digest_size=32, person=_PERSON).digest()
+
+
+def extend_block_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, block_size: int, salt: str
+) -> None:
+    """Append to `hashes` until it covers the first `num_blocks` full blocks of `token_ids`."""
+    assert num_blocks * block_size <= len(token_ids)
+    parent = hashes[-1] if hashes else root_hash(salt)
+    for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
+        parent = block_hash(parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+
+
+class PrefixCache:
+    """A one-to-one map between block hashes and the blocks that hold their KV.
+
+    At most one entry per block, so it is bounded by the pool. It owns no block: the pool decides
+    when content goes and calls `forget`.
+    """
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._hash_of
+
+    def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+        """Blocks of the longest cached run that starts at the first of `hashes`, at most `limit`."""
+        block_ids: list[int] = []
+        for i in range(limit):
+            block_id = self._block_of.get(hashes[i])
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def register(self, digest: bytes, block_id: int) -> None:
+        """Make a fully written block findable; of two blocks with equal content the first stays."""
+        if digest not in self._block_of:
+            assert block_id not in self._hash_of, f"block {block_id} already holds something else"
+            self._block_of[digest] = block_id
+            self._hash_of[block_id] = digest
+
+    def forget(self, block_id: int) -> None:
+        digest = self._hash_of.pop(block_id, None)
+        if digest is not None:
+            del self._block_of[digest]
+
+    def clear(self) -> None:
+        self._block_of.clear()
+        self._hash_of.clear()
+
+    def check(self, num_blocks: int) -> None:
+        """Assert that the two maps mirror each other."""
+        assert len(self._block_of) == len(self._hash_of) <= num_blocks
+        assert all(self._hash_of[block_id] == digest for digest, block_id in self._block_of.items())

@@ -1,0 +1,388 @@
+"""Decides what each step computes: token budget, chunking, admission, preemption, and when sequences end.
+
+There are no prefill and decode phases: a step gives a sequence some tokens so that `num_computed`
+catches up with `num_known`; when it does, the step draws one more token.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from octavo.config import EngineConfig
+from octavo.errors import QueueFullError, RequestError
+from octavo.events import OutputEvent
+from octavo.kv.tables import BlockTables
+from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult
+from octavo.policies import admission_order, choose_victim
+from octavo.request import FinishReason, Request, Sequence, SequenceStatus
+
+logger = logging.getLogger(__name__)
+
+_ORDER = attrgetter("order")
+_RUNNING = SequenceStatus.RUNNING
+# A request with several samples is counted once, by the gravest of their reasons.
+_GRAVITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; none ever goes down.
+
+    Hits are counted where they save a request's own work for the first time: hits after a preemption
+    and hits on blocks of a sibling sample are counted apart, so hit_tokens / query_tokens is the rate at
+    which *other* requests' work was reused. Requests that want prompt logprobs look nothing up.
+    """
+
+    steps: int = 0
+    prompt_tokens_computed: int = 0  # put through the model, again after a preemption
+    generated_tokens: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    readmission_hit_tokens: int = 0
+    sibling_hit_tokens: int = 0
+    preemptions: int = 0
+    queue_seconds: float = 0.0  # from arrival to first admission, summed over requests
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+class _Draft:
+    """A step while it is being planned: rows in order, and the tokens that may still be given out."""
+
+    __slots__ = ("budget", "preempted", "rows")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: dict[Sequence, PlanRow] = {}
+        self.preempted = False
+
+    def add(self, seq: Sequence, row: PlanRow) -> None:
+        self.rows[seq] = row
+        self.budget -= len(row.token_ids)
+
+    def drop(self, seq: Sequence) -> None:
+        row = self.rows.pop(seq, None)
+        if row is not None:
+            self.budget += len(row.token_ids)
+        self.preempted = True
+
+
+class Scheduler:
+    """Owns the sequences and the KV books. `plan` and `commit` alternate; everything else in between.
+
+    `waiting` and `running` are sorted by `Sequence.order`, so a preempted sequence returns to its own
+    place in line, which is before everyone who came later.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.tables = BlockTables(
+            config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        self.counters = Counters()
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.requests: dict[str, list[Sequence]] = {}  # live requests: all their samples
+        # A sequence may know one token more than the pool holds: the last one needs no KV.
+        self._max_known = min(config.max_model_len, config.num_blocks * config.block_size + 1)
+        self._order = admission_order(config.scheduling_policy)
+        self._next_serial = 0
+        self._num_live = 0
+        self._in_flight: tuple[Sequence, ...] = ()  # the rows' sequences of the plan not yet committed
+        self._pending: list[OutputEvent] = []  # events that did not come from a step
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting or self._pending)
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue all samples of a request. QueueFullError; RequestError if the id is taken."""
+        if request.request_id in self.requests:
+            raise RequestError("request_id is already in use", param="request_id", code="duplicate_request_id")
+        n = request.params.n
+        limit = self.config.max_num_seqs + self.config.max_num_waiting
+        if n > limit:
+            raise RequestError(f"n must be at most {limit} on this server", param="n", code="invalid_value")
+        if self._num_live + n > limit:
+            raise QueueFullError(len(self.waiting))
+        serial = self._next_serial
+        self._next_serial += 1
+        rank = self._order(request, serial)
+        samples = [Sequence(request, index) for index in range(n)]
+        for seq in samples:
+            seq.order = (rank, serial, seq.index)
+            bisect.insort(self.waiting, seq, key=_ORDER)
+        self.requests[request.request_id] = samples
+        self._num_live += n
+
+    def abort(self, request_id: str) -> None:
+        """End all samples now; their last events come with the next step. Unknown ids are ignored."""
+        for seq in self.requests.get(request_id, ()):
+            if not seq.finished:
+                self._finish(seq, FinishReason.ABORT)
+                self._pending.append(_terminal_event(seq))
+
+    def finish_sequence(self, request_id: str, index: int) -> None:
+        """End one sample now, as its text asked for it; it has no further events."""
+        samples = self.requests.get(request_id, [])
+        if index < len(samples) and not samples[index].finished:
+            self._finish(samples[index], FinishReason.STOP)
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        (self.running if seq.status is _RUNNING else self.waiting).remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        self.tables.free(seq, forget=reason is FinishReason.ERROR)
+        self._num_live -= 1
+        samples = self.requests[seq.request.request_id]
+        if all(s.finished for s in samples):
+            del self.requests[seq.request.request_id]
+            reasons = {s.finish_reason for s in samples}
+            self.counters.finished[next(r for r in _GRAVITY if r in reasons)] += 1
+
+    # ------------------------------------------------------------------ plan
+
+    def plan(self, now: float) -> StepPlan:
+        """The next step. `now` in seconds of the clock that also stamped the arrivals."""
+        assert not self._in_flight, "plan() before the previous plan was committed"
+        draft = _Draft(self.config.max_num_batched_tokens)
+        self._plan_running(draft)
+        if not draft.preempted:
+            self._admit(draft, now)
+        assert draft.rows or not (self.running or self.waiting), "work is waiting, but nothing was planned"
+        self._in_flight = tuple(draft.rows)
+        return StepPlan(tuple(draft.rows.values()))
+
+    def _plan_running(self, draft: _Draft) -> None:
+        """Sequences that need one token first, so that long prompts never hold up a running answer."""
+        behind = []
+        for seq in tuple(self.running):
+            if seq.status is not _RUNNING:
+                continue  # preempted a moment ago, for one before it
+            if len(seq.token_ids) - seq.num_computed == 1:
+                self._advance(seq, draft)
+            else:
+                behind.append(seq)
+        for seq in behind:
+            if seq.status is _RUNNING:
+                self._advance(seq, draft)
+
+    def _advance(self, seq: Sequence, draft: _Draft) -> None:
+        """Give `seq` as many tokens as the budget has; preempt from the back of the line for its blocks."""
+        end = min(len(seq.token_ids), seq.num_computed + draft.budget)
+        if end <= seq.num_computed:
+            return
+        tables = self.tables
+        if (missing := tables.num_missing(seq, end)) > 0:
+            while missing > tables.pool.num_free:
+                victim = choose_victim(self.running)
+                self._preempt(victim, draft)
+                if victim is seq:
+                    return
+            tables.grow(seq, end)
+        draft.add(seq, self._row(seq, end))
+
+    def _row(self, seq: Sequence, end: int) -> PlanRow:
+        request = seq.request
+        token_ids = seq.token_ids
+        sample = None
+        if end == len(token_ids) and request.max_tokens > 0:
+            banned = () if end - seq.num_prompt >= request.params.min_tokens else _ids_to_ban(request)
+            sample = SampleSpec(request.params, request.seed, seq.index, end, token_ids, seq.num_prompt, banned)
+        start = seq.num_computed
+        row_ids = token_ids[start:end]
+        if not seq.owes_prompt_logprobs or end <= seq.prompt_logprobs_done:
+            return PlanRow(row_ids, start, seq.block_ids, sample)
+        score_ids = token_ids[start + 1 : min(end + 1, seq.num_prompt)]
+        return PlanRow(row_ids, start, seq.block_ids, sample, score_ids, request.params.prompt_logprobs or 0)
+
+    def _admit(self, draft: _Draft, now: float) -> None:
+        """From the front of the line, without overtaking, as long as budget, places and blocks last."""
+        while self.waiting and draft.budget > 0:
+            seq = self.waiting[0]
+            if self._sibling_is_computing_prompt(seq):
+                break
+            hits = self.tables.find_hits(seq)
+            if not self._has_room(seq, hits) and not self._displace_for(seq, hits, draft):
+                break
+            self.waiting.pop(0)
+            seq.status = _RUNNING
+            bisect.insort(self.running, seq, key=_ORDER)
+            self.tables.take_hits(seq, hits)
+            self._count_admission(seq, now)
+            self._advance(seq, draft)
+
+    def _sibling_is_computing_prompt(self, seq: Sequence) -> bool:
+        """A later sample waits until the prompt's blocks are there to be hit, rather than compute them again."""
+        if seq.index == 0 or not self.config.enable_prefix_caching:
+            return False
+        samples = self.requests[seq.request.request_id]
+        return any(s.status is _RUNNING and s.num_computed < s.num_prompt for s in samples)
+
+    def _has_room(self, seq: Sequence, hits: list[int]) -> bool:
+        """Is there a place, and are there free blocks for all known tokens?
+
+        All, not only those of the first chunk, and on top of what running sequences still need to
+        catch up, and one to spare: otherwise admitting one soon preempts another, and they thrash.
+        """
+        if len(self.running) >= self.config.max_num_seqs:
+            return False
+        pool = self.tables.pool
+        reserved = sum(max(0, self.tables.num_missing(s, s.num_known)) for s in self.running)
+        spare = 1 if self.running else 0
+        needed = self.tables.num_missing(seq, seq.num_known) - len(hits)
+        return needed + spare + reserved <= pool.num_free - pool.num_free_of(hits)
+
+    def _displace_for(self, seq: Sequence, hits: list[int], draft: _Draft) -> bool:
+        """Preempt running sequences that come after `seq` in line, if that makes room for it.
+
+        First come first served never gets here with such a sequence: all that run came earlier.
+        """
+        later = [s for s in self.running if s.order > seq.order]
+        if not later:
+            return False
+        attainable = self.tables.pool.num_free + sum(len(s.block_ids) for s in later)
+        if self.tables.num_missing(seq, seq.num_known) > attainable:
+            return False
+        while later and not self._has_room(seq, hits):
+            self._preempt(later.pop(), draft)
+        return self._has_room(seq, hits)
+
+    def _count_admission(self, seq: Sequence, now: float) -> None:
+        counters = self.counters
+        if seq.num_cached is not None:
+            counters.readmission_hit_tokens += seq.num_computed
+        elif seq.index > 0:
+            seq.num_cached = self.requests[seq.request.request_id][0].num_cached or 0
+            counters.sibling_hit_tokens += seq.num_computed
+        else:
+            seq.num_cached = seq.num_computed
+            counters.hit_tokens += seq.num_computed
+            if self.config.enable_prefix_caching and not seq.owes_prompt_logprobs:
+                counters.query_tokens += seq.num_prompt
+            counters.queue_seconds += max(0.0, now - seq.request.arrival)
+
+    def _preempt(self, seq: Sequence, draft: _Draft | None = None) -> None:
+        """Take the blocks of `seq` away; it waits and later recomputes (or hits) what it had."""
+        if draft is not None:
+            draft.drop(seq)
+        self.running.remove(seq)
+        self.tables.free(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        bisect.insort(self.waiting, seq, key=_ORDER)
+        self.counters.preemptions += 1
+        total = self.counters.preemptions
+        if total & (total - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: the log stays short under lasting pressure
+            logger.warning(
+                "KV pool of %d blocks is full: %d preemptions so far (%d running, %d waiting); "
+                "more KV memory or a smaller max_num_seqs avoids recomputing",
+                self.config.num_blocks,
+                total,
+                len(self.running),
+                len(self.waiting),
+            )
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[OutputEvent]:
+        """Enter the results of a step into the books; the events of the step and those pending."""
+        events = []
+        for seq, row, out in zip(self._in_flight, plan.rows, result.rows, strict=True):
+            if seq.status is _RUNNING:  # else it was aborted while the step ran
+                event = self._commit_row(seq, row, out)
+                if event is not None:
+                    events.append(event)
+        self._in_flight = ()
+        self.counters.steps += 1
+        if not self.running and not self.waiting:
+            assert self.tables.pool.num_used == 0 and not self.requests and self._num_live == 0
+        return self.take_pending() + events
+
+    def take_pending(self) -> list[OutputEvent]:
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _commit_row(self, seq: Sequence, row: PlanRow, out: RowResult) -> OutputEvent | None:
+        if out.error is not None:
+            self._finish(seq, FinishReason.ERROR)
+            return _terminal_event(seq, out.error)
+        end = row.start + len(row.token_ids)
+        if row.start < seq.num_prompt:
+            self.counters.prompt_tokens_computed += min(end, seq.num_prompt) - row.start
+        seq.num_computed = end
+        self.tables.register(seq)
+        scores = out.scores
+        if row.score_ids:  # a recomputed row may score again what was already reported
+            scores = scores[max(0, seq.prompt_logprobs_done - row.start) :]
+            seq.prompt_logprobs_done += len(scores)
+        token_ids: tuple[int, ...] = ()
+        reason = None
+        if row.sample is not None:
+            assert out.token_id is not None
+            token_ids = (out.token_id,)
+            seq.token_ids.append(out.token_id)
+            self.counters.generated_tokens += 1
+            reason = self._reason_to_stop(seq, out.token_id)
+        elif end == len(seq.token_ids):
+            reason = FinishReason.LENGTH  # max_tokens 0: only the prompt was wanted
+        if reason is not None:
+            self._finish(seq, reason)
+        elif not token_ids and not scores:
+            return None
+        logprobs = (out.logprobs,) if out.logprobs is not None else None
+        return OutputEvent(
+            seq.request.request_id, seq.index, token_ids, logprobs, scores, seq.num_cached or 0, reason, seq.stop_reason
+        )
+
+    def _reason_to_stop(self, seq: Sequence, token_id: int) -> FinishReason | None:
+        """Stop wins over length on the same token."""
+        request = seq.request
+        num_generated = len(seq.token_ids) - seq.num_prompt
+        if num_generated > request.params.min_tokens:
+            if token_id in request.eos_token_ids and not request.params.ignore_eos:
+                return FinishReason.STOP
+            if token_id in request.params.stop_token_ids:
+                seq.stop_reason = token_id
+                return FinishReason.STOP
+        if num_generated >= request.max_tokens or len(seq.token_ids) >= self._max_known:
+            return FinishReason.LENGTH
+        return None
+
+    # ------------------------------------------------------------------ faults
+
+    def fail_in_flight(self, message: str) -> list[OutputEvent]:
+        """A step failed: end the requests in it (all, if none was planned) and start from clean KV books.
+
+        What a failed step left in the KV blocks is unknown, so nothing cached survives and everyone
+        else recomputes.
+        """
+        live = {s.request.request_id: s for s in (self._in_flight or [*self.running, *self.waiting])}
+        self._in_flight = ()
+        self.tables.reset(self.running)
+        for request_id in live:
+            for seq in self.requests.get(request_id, ()):
+                if not seq.finished:
+                    self._finish(seq, FinishReason.ERROR)
+                    self._pending.append(_terminal_event(seq, message))
+        while self.running:
+            self._preempt(self.running[-1])
+        return self.take_pending()
+
+
+def _terminal_event(seq: Sequence, error: str | None = None) -> OutputEvent:
+    return OutputEvent(
+        seq.request.request_id, seq.index, num_cached=seq.num_cached or 0, finish_reason=seq.finish_reason, error=error
+    )
+
+
+def _ids_to_ban(request: Request) -> tuple[int, ...]:
+    """What may not be drawn before `min_tokens`: everything that would end the sequence."""
+    ids = set(request.params.stop_token_ids)
+    if not request.params.ignore_eos:
+        ids |= request.eos_token_ids
+    return tuple(sorted(ids))
