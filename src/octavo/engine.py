@@ -32,7 +32,7 @@ class EngineStats:
     num_free_blocks: int  # cached ones included: they are reused on demand
     num_cached_blocks: int
     num_steps: int
-    num_prompt_tokens_computed: int
+    num_prompt_tokens: int  # put through the model, again after a preemption
     num_generated_tokens: int
     num_query_tokens: int  # prompt tokens looked up in the prefix cache
     num_hit_tokens: int  # of these, found
@@ -141,7 +141,7 @@ class Engine:
             num_free_blocks=pool.num_free,
             num_cached_blocks=len(pool.cache),
             num_steps=counters.steps,
-            num_prompt_tokens_computed=counters.prompt_tokens_computed,
+            num_prompt_tokens=counters.prompt_tokens_computed,
             num_generated_tokens=counters.generated_tokens,
             num_query_tokens=counters.query_tokens,
             num_hit_tokens=counters.hit_tokens,

@@ -32,9 +32,9 @@ class BlockPool:
         """Take every block back and forget all cached content."""
         n = self.num_blocks
         self.cache.clear()
-        self.ref_counts = [0] * n
-        self._next = [*range(1, n + 1), 0]  # entry n is the ring's anchor
-        self._prev = [n, *range(n)]
+        self.ref_counts: list[int] = [0] * n
+        self._next: list[int] = [*range(1, n + 1), 0]  # entry n is the ring's anchor
+        self._prev: list[int] = [n, *range(n)]
         self.num_free = n
 
     @property
