@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.errors import ConfigError
-from octavo.units import format_bytes, parse_bytes, shorten
+from octavo.kv.sizing import blocks_for, default_kv_bytes, format_bytes, num_blocks_in
+from octavo.units import parse_bytes, shorten
 
 if TYPE_CHECKING:
     from octavo.models.spec import ModelSpec
@@ -22,10 +23,6 @@ T = TypeVar("T")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float32")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-
-DEFAULT_POOL_FRACTION = 0.5
-DEFAULT_POOL_LIMIT = 4 * 2**30
-SINGLE_REQUEST_FRACTION = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +172,6 @@ class Resolved:
     max_model_len: int
     model_len_is_auto: bool
     kv_cache_dtype: str
-    dummy_format: str
     backend: str
     threads: int
     isa: str
@@ -203,17 +199,10 @@ def resolve(options: EngineOptions, spec: ModelSpec, environment: Environment, c
     kv_cache_dtype = choose(
         "kv_cache_dtype", (_not_auto(options.kv_cache_dtype), given), (dtype, "dtype"), ("bfloat16", default)
     )
-    dummy = {"bfloat16": "BF16", "float32": "F32"}
     return Resolved(
         max_model_len=choose("max_model_len", (options.max_model_len, given), (spec.max_position, "model")),
         model_len_is_auto=options.max_model_len is None,
         kv_cache_dtype=kv_cache_dtype,
-        dummy_format=choose(
-            "dummy_format",
-            (_not_auto(options.dummy_format), given),
-            (dummy.get(dtype or ""), "dtype"),
-            ("BF16", default),
-        ),
         backend=choose("backend", (_not_auto(options.backend), given), ("cpu", default)),
         threads=choose(
             "threads", (options.threads, given), (environment.threads, "OCTAVO_THREADS"), (cpu.num_threads, cpu.source)
@@ -225,38 +214,70 @@ def resolve(options: EngineOptions, spec: ModelSpec, environment: Environment, c
     )
 
 
+def dummy_weight_format(options: EngineOptions) -> str:
+    """The weight format of `load_format="dummy"`: as given, else that of `dtype`, else bfloat16."""
+    if options.dummy_format != "auto":
+        return options.dummy_format.upper()
+    return "F32" if options.dtype == "float32" else "BF16"
+
+
 def _not_auto(value: str) -> str | None:
     return None if value == "auto" else value
 
 
-def pool_budget(
-    options: EngineOptions, *, available: int, bytes_per_token: int, max_model_len: int, source: str = "available"
+def pool_blocks(
+    options: EngineOptions, resolved: Resolved, *, available: int, bytes_per_block: int, limit: str
 ) -> tuple[int, str]:
-    """How many bytes of KV to hold, and why. `available` is counted after the weights are in memory.
+    """How many KV blocks to hold, and why. `available` is counted after the weights are in memory.
 
-    Unless told otherwise the pool leaves a laptop usable: half of what is available, at most 4 GiB,
-    never more than max_num_seqs requests of full length could fill; but enough for one request of
-    full length as long as that takes at most 80 % of what is available.
+    The default is octavo.kv.sizing.default_kv_bytes, which leaves a laptop usable; where nobody asked for
+    a context length, one request of full length is not worth more than half of what is left.
+    Raises ConfigError where the budget is more than there is, or less than one block.
     """
     if options.kv_cache_memory is not None:
-        size = parse_bytes(options.kv_cache_memory, "kv_cache_memory")
-        if size > available:
+        budget, source = parse_bytes(options.kv_cache_memory, "kv_cache_memory"), "kv_cache_memory"
+        if budget > available:
             raise ConfigError(
-                f"kv_cache_memory asks for {format_bytes(size)}, but only {format_bytes(available)} are left ({source})"
+                f"kv_cache_memory asks for {format_bytes(budget)}, "
+                f"but only {format_bytes(available)} are left ({limit})"
             )
-        return size, "given"
-    if options.memory_utilization is not None:
-        return int(available * options.memory_utilization), f"{options.memory_utilization:.0%} of the memory left"
-    one = -(-max_model_len // options.block_size) * options.block_size * bytes_per_token
-    usual = min(int(available * DEFAULT_POOL_FRACTION), DEFAULT_POOL_LIMIT)
-    if one * options.max_num_seqs <= usual:
-        return one * options.max_num_seqs, f"{options.max_num_seqs} requests of full length"
-    if usual < one <= available * SINGLE_REQUEST_FRACTION:
-        return one, "one request of full length"
-    limit = (
-        "half of the memory left" if usual < DEFAULT_POOL_LIMIT else f"default of {format_bytes(DEFAULT_POOL_LIMIT)}"
+    elif options.memory_utilization is not None:
+        budget, source = int(available * options.memory_utilization), "memory_utilization"
+    else:
+        max_model_len, source = resolved.max_model_len, f"default share of {format_bytes(available)} left"
+        if resolved.model_len_is_auto:
+            most = num_blocks_in(available // 2, bytes_per_block) * options.block_size
+            max_model_len = min(max_model_len, max(most, options.block_size))
+        budget = default_kv_bytes(
+            available_bytes=available,
+            weight_bytes=0,
+            bytes_per_block=bytes_per_block,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=max_model_len,
+        )
+    num_blocks = num_blocks_in(budget, bytes_per_block)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{source}: {format_bytes(budget)} hold no KV block; one block of {options.block_size} tokens "
+            f"takes {format_bytes(bytes_per_block)}"
+        )
+    return num_blocks, source
+
+
+def fit_model_len(options: EngineOptions, resolved: Resolved, *, num_blocks: int, bytes_per_block: int) -> int:
+    """The context length that the pool can hold: lowered where it was automatic, else ConfigError."""
+    num_tokens = num_blocks * options.block_size
+    if resolved.max_model_len <= num_tokens:
+        return resolved.max_model_len
+    if resolved.model_len_is_auto:
+        return num_tokens
+    needed = blocks_for(resolved.max_model_len, options.block_size) * bytes_per_block
+    raise ConfigError(
+        f"max_model_len {resolved.max_model_len} is more than the KV pool holds: {num_tokens} tokens in {num_blocks} "
+        f"blocks; the largest possible max_model_len is {num_tokens}, "
+        f"or raise kv_cache_memory to {format_bytes(needed)}"
     )
-    return usual, limit
 
 
 def describe(options: EngineOptions, resolved: Resolved, config: EngineConfig, pool_source: str) -> list[Setting]:

@@ -12,6 +12,11 @@ from pathlib import Path, PurePosixPath
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2**63.
 _UNLIMITED = 2**60
 
+_FEATURES = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
+    *("amx_bf16", "amx_int8", "asimd", "asimddp", "i8mm", "bf16", "sve"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
@@ -97,6 +102,16 @@ def cpu_model(root: Path = Path("/")) -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return "unknown"
+
+
+def cpu_features(root: Path = Path("/")) -> list[str]:
+    """The instruction sets that matter to the kernels, by the kernel's names for them."""
+    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            flags = set(value.split())
+            return [feature for feature in _FEATURES if feature in flags]
+    return []
 
 
 def _affinity() -> set[int]:

@@ -1,4 +1,4 @@
-"""Bytes for people: reads "2GiB", writes "2.0 GiB"."""
+"""Reads what people write: sizes such as "2GiB"; and quotes it back in bounded length."""
 
 from __future__ import annotations
 
@@ -33,14 +33,3 @@ def parse_bytes(value: int | str, name: str) -> int:
     raise ConfigError(
         f"{name}: {shorten(str(value))} is not a size; write for example 2GiB, 512MiB or a number of bytes"
     )
-
-
-def format_bytes(num_bytes: float) -> str:
-    """1536 -> "1.5 KiB"; whole bytes below one KiB."""
-    if num_bytes < 1024:
-        return f"{int(num_bytes)} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        num_bytes /= 1024
-        if num_bytes < 1024:
-            return f"{num_bytes:.1f} {unit}"
-    return f"{num_bytes / 1024:.1f} TiB"

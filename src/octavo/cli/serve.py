@@ -1,0 +1,44 @@
+"""`octavo serve MODEL`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from octavo.cli.options import DEFAULT_MODEL, GroupedCommand, engine_options, option, take_engine_options
+from octavo.config import read_environment
+
+SERVER = "Server"
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("model", default=DEFAULT_MODEL)
+@option("--host", default="127.0.0.1", show_default=True, group=SERVER, help="Address to listen on.")
+@option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    group=SERVER,
+    help="Port; 0 takes a free one.",
+)
+@option("--api-key", metavar="KEY", group=SERVER, help="Demand this bearer key. Default: OCTAVO_API_KEY, else none.")
+@option("--served-model-name", metavar="NAME", group=SERVER, help="Name in the API. Default: MODEL as given.")
+@option("--ignore-unknown-fields", is_flag=True, group=SERVER, help="Ignore unknown request fields instead of 400.")
+@option("--trust-special-tokens", is_flag=True, group=SERVER, help="Let users' text contain special tokens.")
+@engine_options
+def serve(model: str, **values: Any) -> int:
+    """Serve MODEL over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
+
+    \b
+      octavo serve                                   the default model, smollm2-135m
+      octavo serve ./model.gguf --max-model-len 4096 --kv-cache-memory 2GiB
+    """
+    options = take_engine_options(values)
+    environment = read_environment()
+    values["api_key"] = values["api_key"] or environment.api_key
+
+    from octavo.server.serve import run_server
+
+    return run_server(model, options, **values)
