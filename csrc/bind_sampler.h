@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "dispatch.h"
+#include "kernels.h"
 #include "sampler.h"
 
 namespace octavo {
@@ -125,6 +125,16 @@ inline nb::list sample_rows(const std::string& isa, LogitRows logits, nb::list p
 inline void bind_sampler(nb::module_& m) {
   m.def("sample", &sample_rows, nb::arg("isa"), nb::arg("logits"), nb::arg("params"),
         "Runs the sampler of one instruction set over rows of float32 logits [rows, vocab]; for tests.");
+  m.def(
+      "sampler_isas",
+      []() {
+        nb::list names;
+        for (const char* const* isa = known_isas(); *isa != nullptr; ++isa) {
+          if (kernels_for(*isa) != nullptr) names.append(*isa);
+        }
+        return names;
+      },
+      "Instruction sets of this machine that have a sampler.");
   m.def(
       "philox4x32",
       [](uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
