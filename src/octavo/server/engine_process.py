@@ -1,0 +1,125 @@
+"""What runs in the engine process: build the engine, then the engine loop until told to stop."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from octavo.errors import EngineError, OctavoError
+from octavo.server.loop import EngineLoop
+from octavo.server.wire import Command, Failed, Message, Progress, Ready, to_wire
+
+logger = logging.getLogger(__name__)
+
+
+class _ZmqInbox:
+    """Commands of the front end."""
+
+    def __init__(self, commands: zmq.Socket[bytes]) -> None:
+        self._commands = commands
+        self._decode = msgspec.msgpack.Decoder(Command).decode
+
+    def receive(self, *, block: bool) -> list[Command]:
+        commands: list[Command] = []
+        if block:
+            commands.append(self._decode(self._commands.recv()))
+        try:
+            while True:
+                commands.append(self._decode(self._commands.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return commands
+
+
+def main(directory: str, lifeline: socket.socket) -> int:
+    """Exit code: 0 after Shutdown, 1 after a failure (which has been sent as Failed)."""
+    # The front end decides when to stop, also when Ctrl-C or a service manager signals the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    context = zmq.Context()
+    commands, events = (
+        _connect(context, *what) for what in ((zmq.PULL, directory, "commands"), (zmq.PUSH, directory, "events"))
+    )
+    encode = msgspec.msgpack.Encoder().encode
+    failed = False
+
+    def emit(message: Message) -> None:
+        nonlocal failed
+        failed = failed or isinstance(message, Failed)
+        events.send(encode(message))
+
+    assembly = _assemble(commands.recv(), emit)
+    if assembly is not None:
+        EngineLoop(assembly.engine, _ZmqInbox(commands), emit).run()
+        assembly.close()
+    context.destroy(linger=1000)
+    return 1 if failed else 0
+
+
+def _connect(context: zmq.Context[Any], kind: int, directory: str, name: str) -> zmq.Socket[bytes]:
+    made: zmq.Socket[bytes] = context.socket(kind)
+    made.set_hwm(0)
+    made.connect(f"ipc://{directory}/{name}")
+    return made
+
+
+def _end_with_parent(lifeline: socket.socket) -> None:
+    """The front end's end of the life line closes when it ends, also when it is killed."""
+    lifeline.recv(1)
+    os._exit(1)
+
+
+def _assemble(launch: bytes, emit: Callable[[Message], None]) -> Any:
+    """The Assembly, announced as Ready; or None, announced as Failed."""
+    shown: dict[str, int] = {}
+
+    def progress(stage: str, fraction: float) -> None:
+        percent = int(fraction * 100)
+        if shown.get(stage) != percent:
+            shown[stage] = percent
+            emit(Progress(stage, fraction))
+
+    try:
+        assemble, model, options = pickle.loads(launch)
+        module, _, function = assemble.partition(":")
+        assembly = getattr(importlib.import_module(module), function)(model, options, progress=progress)
+        emit(_ready(assembly))
+    except OctavoError as e:
+        emit(Failed(to_wire(e)))
+    except MemoryError:
+        emit(Failed(to_wire(EngineError("not enough memory to load the model"))))
+    except Exception as e:
+        logger.exception("the engine could not start")
+        emit(Failed(to_wire(EngineError(f"the engine could not start: {type(e).__name__}: {str(e)[:300]}"))))
+    else:
+        return assembly
+    return None
+
+
+def _ready(assembly: Any) -> Ready:
+    model = assembly.model
+    return Ready(
+        model_name=model.name,
+        max_model_len=assembly.config.max_model_len,
+        vocab_size=assembly.engine.backend.capabilities.vocab_size,
+        report=list(assembly.report),
+        generation_config={k: v for k, v in model.generation_config.items() if isinstance(v, int | float | bool)},
+        tokenizer_source=pickle.dumps(model.tokenizer_source),
+        chat_template=assembly.chat_template,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], socket.socket(fileno=int(sys.argv[2]))))

@@ -1,0 +1,65 @@
+"""ASGI middleware around every request: the API key, and a request id on every answer."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.server.failures import error_fields, json_response
+
+OPEN_PATHS = frozenset({"/health", "/version"})
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class Envelope:
+    """Refuses requests without the key (except OPEN_PATHS) and sets X-Request-Id.
+
+    A client's own X-Request-Id is only echoed, if it is short and plain; the engine never sees it.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        if self._key is None or scope["path"] in OPEN_PATHS or self._authorised(scope):
+            await self._app(scope, receive, send_with_id)
+        else:
+            content = error_fields(
+                "a valid API key is required: Authorization: Bearer KEY",
+                "invalid_request_error",
+                None,
+                "invalid_api_key",
+            )
+            response = json_response(content, 401, {"WWW-Authenticate": "Bearer"})
+            await response(scope, receive, send_with_id)
+
+    def _authorised(self, scope: Scope) -> bool:
+        """Exactly one Authorization header with the key, compared in constant time (scheme: RFC 9110, any case)."""
+        assert self._key is not None
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(b" ")
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+
+
+def _request_id(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _SANE_ID.fullmatch(value):
+            return bytes(value)
+    return uuid.uuid4().hex.encode()

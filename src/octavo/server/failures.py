@@ -1,0 +1,77 @@
+"""How errors look over HTTP: OpenAI's error object and a status, always bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from octavo.errors import EngineError, OctavoError, QueueFullError, RequestError
+
+MAX_MESSAGE_LENGTH = 1000
+
+
+class ModelUnknownError(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+
+    def __init__(self) -> None:
+        super().__init__("no such model is served here; see GET /v1/models", param="model", code="model_not_found")
+
+
+class BodyTooLargeError(RequestError):
+    """The request body exceeds --max-body-size."""
+
+    status = 413
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request body exceeds {limit} bytes", code="body_too_large")
+
+
+class GenerationError(EngineError):
+    """One request failed while it was computed; the engine lives on."""
+
+
+class ClientGoneError(OctavoError):
+    """The client closed the connection; there is nobody to answer."""
+
+
+def error_object(error: OctavoError) -> dict[str, Any]:
+    """{"error": {message, type, param, code}}."""
+    param = code = None
+    kind = "server_error"
+    if isinstance(error, RequestError):
+        param, code = error.param, error.code
+        kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+    elif isinstance(error, GenerationError):
+        code = "generation_failed"
+    elif isinstance(error, EngineError):
+        code = "engine_unavailable"
+    return error_fields(str(error), kind, param, code)
+
+
+def error_fields(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    if len(message) > MAX_MESSAGE_LENGTH:
+        message = message[:MAX_MESSAGE_LENGTH] + "…"
+    return {"error": {"message": message, "type": kind, "param": param and param[:100], "code": code}}
+
+
+def status_of(error: OctavoError) -> int:
+    if isinstance(error, RequestError):
+        return error.status
+    return 503 if isinstance(error, EngineError) and not isinstance(error, GenerationError) else 500
+
+
+def error_response(error: OctavoError) -> Response:
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(error.retry_after)
+    elif status_of(error) == 503:
+        headers["Retry-After"] = "1"
+    return json_response(error_object(error), status_of(error), headers)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

@@ -1,0 +1,209 @@
+"""One generation request on its way through the engine: prompts in, text updates of its choices out."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from octavo.errors import EngineError, OctavoError, RequestError
+from octavo.events import OutputEvent
+from octavo.plan import TokenLogprobs
+from octavo.request import FinishReason, SamplingParams
+from octavo.server.client import EngineClient, RequestHandle
+from octavo.server.failures import ClientGoneError, GenerationError
+from octavo.server.metrics import ServerMetrics
+from octavo.server.wire import SubmitSpec
+from octavo.text.output import SequenceOutput
+from octavo.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt and what the engine said about it. `text` is what `echo` shows."""
+
+    token_ids: list[int]
+    text: str = ""
+    num_truncated: int = 0
+    num_cached: int = 0
+    # Entry i belongs to position i + 1; complete when the first token of the answer arrives.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer. `index` counts over all prompts: prompt number * n + sample."""
+
+    index: int
+    prompt: Prompt
+    output: SequenceOutput
+    num_tokens: int = 0
+    last_token_at: float | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Update:
+    """News of one choice: text (maybe empty while a stop string is possible), tokens, and the end."""
+
+    choice: Choice
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class Generation:
+    """The prompts of one HTTP request, n samples each, as one submission. Always `close()` it."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        metrics: ServerMetrics,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        param: str = "prompt",
+    ) -> None:
+        """`param` is what the client calls the prompt: refusals name it."""
+        self._param = param
+        self._client = client
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self.prompts = list(prompts)
+        self.params = params
+        self._cache_salt = cache_salt
+        self._priority = priority
+        self._arrival = time.perf_counter()
+        self._handle: RequestHandle | None = None
+        self._gone = False
+        self.choices = [
+            Choice(p * params.n + s, prompt, SequenceOutput(tokenizer, params, prompt.token_ids))
+            for p, prompt in enumerate(self.prompts)
+            for s in range(params.n)
+        ]
+        # The engine's ids are made here, whatever a client calls its request: they never collide.
+        self._first_choice = {uuid.uuid4().hex: p * params.n for p in range(len(self.prompts))}
+
+    async def submit(self) -> None:
+        """Returns once the engine has admitted every prompt. Raises RequestError or EngineError."""
+        eos = tuple(sorted(self._tokenizer.eos_token_ids))
+        specs = [
+            SubmitSpec(
+                request_id=request_id,
+                prompt_token_ids=prompt.token_ids,
+                params=self.params,
+                eos_token_ids=eos,
+                cache_salt=self._cache_salt,
+                priority=self._priority,
+            )
+            for request_id, prompt in zip(self._first_choice, self.prompts, strict=True)
+        ]
+        try:
+            self._handle = await self._client.submit(specs)
+        except RequestError as e:
+            if e.param == "prompt":
+                e.param = self._param
+            raise
+        self._metrics.prompt_tokens.inc(sum(len(p.token_ids) for p in self.prompts))
+        if self._gone:
+            self.client_gone()
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    async def updates(self) -> list[Update]:
+        """Waits for news: one Update per choice that has any. Raises EngineError, ClientGoneError."""
+        assert self._handle is not None and not self.done
+        found: dict[int, Update] = {}
+        while not found:
+            events = await self._handle.next_events()
+            if self._gone:
+                raise ClientGoneError("the client closed the connection")
+            for event in events:
+                self._take(event, found)
+        return list(found.values())
+
+    def _take(self, event: OutputEvent, found: dict[int, Update]) -> None:
+        choice = self.choices[self._first_choice[event.request_id] + event.index]
+        if choice.finish_reason is not None:
+            return  # came in while the engine was being told of the stop string
+        if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise GenerationError(event.error or "the engine gave the request up")
+        prompt = choice.prompt
+        if event.index == 0:
+            prompt.logprobs.extend(event.prompt_logprobs)
+            if event.num_cached > prompt.num_cached:
+                self._metrics.cached_tokens.inc(event.num_cached - prompt.num_cached)
+                prompt.num_cached = event.num_cached
+        self._observe(choice, len(event.token_ids))
+        try:
+            delta = choice.output.push(event)
+        except OctavoError:
+            raise
+        except Exception as e:  # a fault of the text layer costs this request, nobody else's
+            logger.exception("the text of a request could not be decoded")
+            raise GenerationError(f"the answer could not be decoded ({type(e).__name__})") from None
+        if event.token_ids or delta.text or delta.finish_reason is not None:
+            update = found.setdefault(choice.index, Update(choice))
+            update.text += delta.text
+            update.token_ids.extend(delta.token_ids)
+            update.logprobs.extend(delta.logprobs or ())
+            update.finish_reason = delta.finish_reason
+            update.stop_reason = delta.stop_reason
+        if delta.finish_reason is not None:
+            if delta.stopped_by_text:
+                self._client.finish_sequence(event.request_id, event.index)
+            self._finish(choice, event.request_id, delta.finish_reason)
+
+    def _observe(self, choice: Choice, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        now = time.perf_counter()
+        if choice.last_token_at is not None:
+            self._metrics.itl.observe((now - choice.last_token_at) / num_tokens)
+        elif choice.index == self._first_choice_of(choice):
+            self._metrics.ttft.observe(now - self._arrival)
+        choice.last_token_at = now
+        choice.num_tokens += num_tokens
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def _first_choice_of(self, choice: Choice) -> int:
+        return choice.index - choice.index % self.params.n
+
+    def _finish(self, choice: Choice, request_id: str, reason: FinishReason) -> None:
+        choice.finish_reason = reason
+        first = self._first_choice[request_id]
+        reasons = {c.finish_reason for c in self.choices[first : first + self.params.n]}
+        if None not in reasons:
+            assert self._handle is not None
+            self._handle.finished(request_id)
+            # Samples may end differently; the prompt counts as cut if any of them was.
+            worst = FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
+            self._metrics.finished(worst, time.perf_counter() - self._arrival)
+
+    def client_gone(self) -> None:
+        """The connection closed: end the request now. `updates` raises ClientGoneError from here on."""
+        self._gone = True
+        if self._handle is not None and not self._handle.closed:
+            self._handle.fail(ClientGoneError("the client closed the connection"))
+            self._close(FinishReason.ABORT)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Release everything; unfinished prompts are aborted and counted (`error`: why they did not finish)."""
+        self._close(FinishReason.ERROR if isinstance(error, EngineError) else FinishReason.ABORT)
+
+    def _close(self, reason: FinishReason) -> None:
+        if self._handle is not None and not self._handle.closed:
+            for _ in range(len(self._handle.open_ids)):
+                self._metrics.finished(reason, time.perf_counter() - self._arrival)
+            self._handle.close()

@@ -1,0 +1,109 @@
+"""Prometheus metrics. Names follow vLLM's, with the prefix octavo_.
+
+What a request experiences is counted here, in the front end; what the engine is doing is read from
+its stats at scrape time. The unit of `octavo_request_success_total` is one prompt (with all its n samples).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from octavo.request import FinishReason
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+_E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+
+
+class ServerMetrics:
+    """One registry per application, so that two servers in one process do not share counters."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._engine = _EngineCollector(model_name)
+        self.registry.register(self._engine)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ("model_name",), registry=self.registry).labels(model_name)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
+            return metric.labels(model_name)
+
+        self.prompt_tokens = counter("octavo_prompt_tokens", "Prompt tokens of admitted prompts, cached ones included.")
+        self.cached_tokens = counter("octavo_prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
+        self.generation_tokens = counter("octavo_generation_tokens", "Generated tokens.")
+        self.ttft = histogram(
+            "octavo_time_to_first_token_seconds", "From the arrival of a request to its first token.", _TTFT_BUCKETS
+        )
+        self.itl = histogram("octavo_inter_token_latency_seconds", "Between two tokens of one sequence.", _ITL_BUCKETS)
+        self.e2e = histogram(
+            "octavo_e2e_request_latency_seconds", "From the arrival of a prompt to its end, for any reason.",
+            _E2E_BUCKETS,
+        )  # fmt: skip
+        self._finished = Counter(
+            "octavo_request_success",
+            "Prompts that ended, by reason: stop, length, abort (the client left), error.",
+            ("finished_reason", "model_name"),
+            registry=self.registry,
+        )
+        for reason in FinishReason:  # a series exists before its first event, so that rates are right
+            self._finished.labels(reason.value, model_name)
+
+    def finished(self, reason: FinishReason, seconds: float) -> None:
+        self._finished.labels(reason.value, self._model_name).inc()
+        self.e2e.observe(seconds)
+
+    def render(self, engine_stats: dict[str, Any] | None) -> bytes:
+        """Prometheus text format 0.0.4. With no stats (engine down) the engine's last known values stay."""
+        if engine_stats is not None:
+            self._engine.stats = engine_stats
+        return generate_latest(self.registry)
+
+
+_GAUGES = (
+    ("num_running", "octavo_num_requests_running", "Sequences in the running batch."),
+    ("num_waiting", "octavo_num_requests_waiting", "Sequences that wait to be computed."),
+    ("num_blocks", "octavo_kv_blocks", "KV blocks in the pool."),
+    ("num_free_blocks", "octavo_kv_blocks_free", "KV blocks that no sequence uses (the prefix cache may)."),
+)
+_COUNTERS = (
+    ("num_preemptions", "octavo_num_preemptions", "Sequences preempted for lack of KV blocks."),
+    ("num_steps", "octavo_engine_steps", "Engine steps."),
+    ("num_prompt_tokens_computed", "octavo_prompt_tokens_computed", "Prompt tokens computed by the engine."),
+    ("num_hit_tokens", "octavo_prefix_cache_hits", "Tokens found in the prefix cache at first admission."),
+    ("num_query_tokens", "octavo_prefix_cache_queries", "Tokens looked up in the prefix cache at first admission."),
+)
+
+
+class _EngineCollector:
+    """Turns the latest EngineStats into metrics whenever Prometheus asks."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.stats: dict[str, Any] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        stats, labels = self.stats, ("model_name",)
+        for key, name, text in _GAUGES:
+            if key in stats:
+                gauge = GaugeMetricFamily(name, text, labels=labels)
+                gauge.add_metric([self._model_name], stats[key])
+                yield gauge
+        if stats.get("num_blocks"):
+            usage = GaugeMetricFamily("octavo_kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=labels)
+            usage.add_metric([self._model_name], 1 - stats["num_free_blocks"] / stats["num_blocks"])
+            yield usage
+        for key, name, text in _COUNTERS:
+            if key in stats:
+                counter = CounterMetricFamily(name, text, labels=labels)
+                counter.add_metric([self._model_name], stats[key])
+                yield counter

@@ -1,0 +1,170 @@
+"""The engine in a process of its own: how the front end starts it, talks to it, and notices its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from octavo.errors import ConfigError, EngineError
+from octavo.server.client import BaseEngineClient
+from octavo.server.wire import Command, Failed, Message, Progress, Ready, Shutdown, from_wire
+
+DEFAULT_ASSEMBLE = "octavo.assemble:assemble"
+
+MAX_IPC_PATH = 80  # a Unix socket path holds about 100 bytes
+
+StageProgress = Callable[[str, float], None]
+
+
+class ProcessEngineClient(BaseEngineClient):
+    """Starts the engine process and carries messages over two one-way ipc sockets.
+
+    A socket pair is the life line: when either process ends, however it ends, the other reads its end.
+    """
+
+    def __init__(self, model: str, options: Any, *, assemble: str = DEFAULT_ASSEMBLE) -> None:
+        """Starts the process; `wait_ready` must follow. `assemble` is "module:function" to build the engine with."""
+        super().__init__()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Message).decode
+        self._directory = _private_directory()
+        self._context = zmq.Context()
+        self._commands = self._bind(zmq.PUSH, "commands")
+        self._events = self._bind(zmq.PULL, "events")
+        self._lifeline, theirs = socket.socketpair()
+        self._reader = threading.Thread(target=self._read, name="octavo-events", daemon=True)
+        self._closing = False
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "octavo.server.engine_process", self._directory, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            )
+        self._commands.send(pickle.dumps((assemble, model, options)))
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        """Queues without a limit of their own: what may be in flight is bounded by admission."""
+        made: zmq.Socket[bytes] = self._context.socket(kind)
+        made.set_hwm(0)
+        made.linger = 0
+        made.bind(f"ipc://{self._directory}/{name}")
+        return made
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self, progress: StageProgress | None = None) -> Ready:
+        """Blocks until the model is loaded. Raises what went wrong: ConfigError, ModelError, EngineError."""
+        try:
+            while True:
+                for message in self._receive():
+                    if isinstance(message, Ready):
+                        # Both sides are connected; the names are needed no more.
+                        shutil.rmtree(self._directory, ignore_errors=True)
+                        return message
+                    if isinstance(message, Progress) and progress is not None:
+                        progress(message.stage, message.fraction)
+                    elif isinstance(message, Failed):
+                        raise from_wire(message.error)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _receive(self) -> list[Message]:
+        """Waits; all messages that are there. Raises EngineError once the process has ended and all are read."""
+        poller = zmq.Poller()
+        poller.register(self._events, zmq.POLLIN)
+        poller.register(self._lifeline, zmq.POLLIN)
+        ready = dict(poller.poll())
+        messages: list[Message] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                messages.append(self._decode(self._events.recv(zmq.NOBLOCK)))
+        if not messages and self._lifeline.fileno() in ready:
+            raise EngineError(f"the engine process ended unexpectedly ({self._exit_text()})")
+        return messages
+
+    def _exit_text(self) -> str:
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            return "still exiting"
+        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+    async def start(self) -> None:
+        await super().start()
+        self._reader.start()
+
+    def _read(self) -> None:
+        """The reader thread: messages to the event loop, one hop per engine step."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            while not self._closing:
+                try:
+                    messages = self._receive()
+                except EngineError as e:
+                    if not self._closing:
+                        self._loop.call_soon_threadsafe(self.fail, e)
+                    return
+                self._loop.call_soon_threadsafe(self._deliver_all, messages)
+
+    def _deliver_all(self, messages: list[Message]) -> None:
+        for message in messages:
+            self.deliver(message)
+
+    def _send(self, command: Command) -> None:
+        # Without a peer nothing can be sent; the reader thread is about to report its end.
+        with contextlib.suppress(zmq.Again):
+            self._commands.send(self._encode(command), zmq.NOBLOCK)
+
+    async def close(self) -> None:
+        """Ends the engine process: kindly, then not."""
+        self._closing = True
+        self.on_failure = None
+        self.fail(EngineError("the server is shutting down"))
+        self._send(Shutdown())
+        await asyncio.to_thread(self._wait_and_kill, 2.0)
+
+    def _wait_and_kill(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        """No process, thread, socket or file stays behind. Idempotent."""
+        self._closing = True
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._reader.is_alive():
+            self._reader.join(5)
+        self._lifeline.close()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _private_directory() -> str:
+    """For the ipc sockets; readable by this user only."""
+    try:
+        path = tempfile.mkdtemp(prefix="octavo-")
+        if len(path) > MAX_IPC_PATH:
+            os.rmdir(path)
+            path = tempfile.mkdtemp(prefix="octavo-", dir="/tmp")
+    except OSError as e:
+        raise ConfigError(f"cannot make a temporary directory: {e.strerror}") from None
+    return path

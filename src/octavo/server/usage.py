@@ -1,0 +1,22 @@
+"""The `usage` object: every prompt once, whatever n; every generated token of every sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.server.generation import Generation
+
+
+def usage_of(generation: Generation) -> dict[str, Any]:
+    num_prompt = sum(len(p.token_ids) for p in generation.prompts)
+    num_generated = sum(c.num_tokens for c in generation.choices)
+    details = {"cached_tokens": sum(p.num_cached for p in generation.prompts)}
+    num_truncated = sum(p.num_truncated for p in generation.prompts)
+    if num_truncated:
+        details["truncated_tokens"] = num_truncated
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": details,
+    }
