@@ -279,10 +279,10 @@ class Scheduler:
         total = self.counters.preemptions
         if total & (total - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: the log stays short under lasting pressure
             logger.warning(
-                "KV pool of %d blocks is full: %d preemptions so far (%d running, %d waiting); "
-                "more KV memory or a smaller max_num_seqs avoids recomputing",
-                self.config.num_blocks,
+                "a sequence lost its KV blocks and will be recomputed: %d preemptions so far "
+                "(%d blocks, %d running, %d waiting); more KV memory or a smaller max_num_seqs avoids it",
                 total,
+                self.config.num_blocks,
                 len(self.running),
                 len(self.waiting),
             )

@@ -1,0 +1,259 @@
+"""Prefix cache: hashes, salts, hits, and what must never be hit (C098 C100 C101 C103 C104 C106 C107 C109 C110)."""
+
+import subprocess
+import sys
+
+import pytest
+from support.run import Driver
+from support.script_backend import HashBackend
+
+from octavo.kv.prefix import PrefixCache, block_hash, extend_block_hashes, root_hash
+from octavo.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+def prompt(num_tokens, start=0):
+    return [(start + 7 * i + i * i) % 128 for i in range(num_tokens)]
+
+
+# ---------------------------------------------------------------- hashes
+
+
+def test_equal_hashes_in_processes_with_different_hash_seeds():
+    code = "from octavo.kv.prefix import *; print(block_hash(block_hash(root_hash('s'), [1, 2]), [3]).hex())"
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert len(outputs.pop().strip()) == 64
+
+
+def test_salt_and_tokens_never_give_the_same_hash_input():
+    """C104: a salt that spells the bytes of a block, salts that look like tokens."""
+    hashes = {
+        block_hash(root_hash("1"), [2]),
+        block_hash(root_hash(""), [1, 2]),
+        block_hash(root_hash("12"), []),
+        block_hash(root_hash(""), [12]),
+        block_hash(root_hash(""), [2]),
+        root_hash(""),
+        root_hash("1"),
+        root_hash("root"),
+        root_hash("\x01\x00\x00\x00\x02\x00\x00\x00"),
+    }
+    assert len(hashes) == 9
+
+
+def test_a_lone_surrogate_in_a_salt_is_just_another_salt():
+    assert root_hash("\ud800") != root_hash("\ud801")
+
+
+def test_hashes_chain_and_extend():
+    tokens = list(range(40))
+    at_once, in_parts = [], []
+    extend_block_hashes(at_once, tokens, 10, 4, "s")
+    for n in (1, 1, 4, 10):
+        extend_block_hashes(in_parts, tokens, n, 4, "s")
+    assert at_once == in_parts
+    assert len(set(at_once)) == 10
+    changed = []
+    extend_block_hashes(changed, [99, *tokens[1:]], 10, 4, "s")
+    assert not set(changed) & set(at_once)  # another first token changes every hash after it
+
+
+def test_of_two_blocks_with_equal_content_the_first_stays():
+    cache = PrefixCache()
+    cache.register(b"x", 3)
+    cache.register(b"x", 5)
+    assert cache.find([b"x"], 1) == [3]
+    cache.forget(5)
+    assert 3 in cache
+    cache.forget(3)
+    assert cache.find([b"x"], 1) == []
+    cache.check(8)
+
+
+def test_find_stops_at_the_first_gap():
+    cache = PrefixCache()
+    cache.register(b"a", 0)
+    cache.register(b"c", 2)
+    assert cache.find([b"a", b"b", b"c"], 3) == [0]
+    cache.register(b"b", 1)
+    assert cache.find([b"a", b"b", b"c"], 3) == [0, 1, 2]
+    assert cache.find([b"a", b"b", b"c"], 2) == [0, 1]
+
+
+# ---------------------------------------------------------------- hits
+
+
+@pytest.mark.parametrize(("num_prompt", "hit"), [(16, 0), (17, 16), (31, 16), (32, 16), (33, 32), (48, 32)])
+def test_identical_prompt(num_prompt, hit):
+    """C098: never all of the prompt, since its last token's logits are needed."""
+    driver = Driver()
+    cold, warm = driver.ask(prompt(num_prompt), GREEDY), driver.ask(prompt(num_prompt), GREEDY)
+    assert (cold.num_cached, warm.num_cached) == (0, hit)
+    assert warm.answer == cold.answer
+
+
+def test_without_prefix_caching_nothing_is_hit_or_kept():
+    driver = Driver(enable_prefix_caching=False)
+    outcomes = [driver.ask(prompt(50), GREEDY) for _ in range(2)]
+    assert [o.num_cached for o in outcomes] == [0, 0]
+    stats = driver.engine.stats()
+    assert (stats.num_cached_blocks, stats.num_query_tokens, stats.num_prompt_tokens) == (0, 0, 100)
+
+
+def test_salts_isolate():
+    """C103."""
+    driver = Driver()
+    salts = ["a", "a", "b", "", ""]
+    outcomes = [driver.ask(prompt(40), GREEDY, cache_salt=salt) for salt in salts]
+    assert [o.num_cached for o in outcomes] == [0, 32, 0, 0, 32]
+    assert len({tuple(o.token_ids) for o in outcomes}) == 1
+
+
+def test_generated_tokens_are_reusable_in_the_next_turn():
+    """C110: 20 + 30 tokens, of which the last has no KV: 49 positions, three full blocks."""
+    driver = Driver()
+    turn1 = driver.ask(prompt(20), SamplingParams(temperature=0, max_tokens=30))
+    turn2 = [*prompt(20), *turn1.token_ids, 1, 2, 3, 4, 5]
+    warm = driver.ask(turn2, GREEDY)
+    assert warm.num_cached == 48
+    assert warm.answer == Driver().ask(turn2, GREEDY).answer
+
+
+def test_a_reply_that_ends_on_a_block_border_is_not_hit_to_its_last_token():
+    driver = Driver()
+    turn1 = driver.ask(prompt(16), SamplingParams(temperature=0, max_tokens=16))
+    warm = driver.ask([*prompt(16), *turn1.token_ids, 9], GREEDY)
+    assert warm.num_cached == 16
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_an_aborted_prefill_leaves_only_what_was_written(num_steps):
+    """C107."""
+    driver = Driver(max_num_batched_tokens=32)
+    request_id = driver.add(prompt(400))
+    for _ in range(num_steps):
+        driver.step()
+    driver.engine.abort(request_id)
+    driver.run()
+    warm = driver.ask(prompt(400), GREEDY)
+    assert warm.num_cached == 32 * num_steps
+    assert warm.token_ids == Driver().ask(prompt(400), GREEDY).token_ids
+
+
+def test_blocks_are_findable_only_after_the_step_that_wrote_them():
+    """Two equal prompts in the same step: the second computes its own."""
+    driver = Driver(max_num_batched_tokens=512)
+    first, second = driver.add(prompt(40)), driver.add(prompt(40))
+    driver.run()
+    assert driver.outcomes[first, 0].num_cached == driver.outcomes[second, 0].num_cached == 0
+    assert driver.engine.stats().num_prompt_tokens == 80
+
+
+def test_a_failed_step_leaves_nothing_findable():
+    """C107: the fault of chunk 3 may have written anything anywhere."""
+    driver = Driver(HashBackend(fail_steps={2}), max_num_batched_tokens=32)
+    assert driver.ask(prompt(400), GREEDY).error is not None
+    warm = driver.ask(prompt(400), GREEDY)
+    assert warm.num_cached == 0
+    assert warm.token_ids == Driver().ask(prompt(400), GREEDY).token_ids
+
+
+def test_a_failed_row_leaves_none_of_its_blocks_findable():
+    driver = Driver(HashBackend(row_error=lambda row: "logits are NaN" if row.sample else None))
+    driver.ask(prompt(40), GREEDY)
+    assert driver.engine.stats().num_cached_blocks == 0
+
+
+def test_a_block_in_use_is_never_evicted():
+    """C109: one long request on prefix A while fifty others churn through a small pool."""
+    params = SamplingParams(temperature=0, max_tokens=120)
+    solo = Driver().ask(prompt(64), params)
+    driver = Driver(num_blocks=16, max_num_seqs=3)
+    request_id = driver.add(prompt(64), params)
+    for i in range(50):
+        driver.add(prompt(30, start=i + 1), SamplingParams(temperature=0, max_tokens=3))
+    driver.run()
+    assert driver.outcomes[request_id, 0].token_ids == solo.token_ids
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    """C100: a warm request that is preempted later still reports what it found at first."""
+    driver = Driver(num_blocks=12, max_num_seqs=4)
+    driver.ask(prompt(33), GREEDY)
+    params = SamplingParams(temperature=0, max_tokens=100)
+    ids = [driver.add(prompt(33), params), driver.add(prompt(33), params)]
+    driver.run()
+    assert driver.engine.stats().num_preemptions > 0
+    assert [driver.outcomes[i, 0].num_cached for i in ids] == [32, 32]
+
+
+def test_hits_of_preempted_requests_do_not_count_as_hit_rate():
+    """C101."""
+    driver = Driver(num_blocks=14, max_num_seqs=8)
+    for i in range(6):
+        driver.add([(i * 19 + 31 * j) % 128 for j in range(20)], SamplingParams(temperature=0, max_tokens=60))
+    driver.run()
+    stats = driver.engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_readmission_hit_tokens > 0
+    assert stats.num_hit_tokens == 0
+    assert stats.num_query_tokens == 6 * 20
+    assert all(o.num_cached == 0 for o in driver.outcomes.values())
+
+
+# ---------------------------------------------------------------- samples of one request
+
+
+def test_samples_share_the_prompt():
+    """C089: full blocks are computed once; each further sample computes the rest of the last block again."""
+    driver = Driver()
+    driver.add(prompt(100), SamplingParams(n=4, max_tokens=8, seed=5))
+    while driver.engine.stats().num_generated_tokens < 8:
+        driver.step()
+    pool = driver.engine.scheduler.tables.pool
+    assert pool.num_used == 6 + 4  # shared full blocks, private tails
+    driver.run()
+    stats = driver.engine.stats()
+    assert stats.num_prompt_tokens == 100 + 3 * 4
+    assert (stats.num_sibling_hit_tokens, stats.num_hit_tokens, stats.num_query_tokens) == (3 * 96, 0, 100)
+    assert {o.num_cached for o in driver.outcomes.values()} == {0}
+    assert len({tuple(o.token_ids) for o in driver.outcomes.values()}) == 4
+
+
+def test_cached_tokens_of_samples_are_those_of_the_first():
+    driver = Driver()
+    driver.ask(prompt(40), GREEDY)
+    driver.add(prompt(100)[:40], SamplingParams(n=3, max_tokens=2, seed=1), request_id="n")
+    driver.run()
+    assert [driver.outcomes["n", i].num_cached for i in range(3)] == [32, 32, 32]
+
+
+def test_sample_0_equals_the_run_with_one_sample():
+    for caching in (True, False):
+        driver = Driver(enable_prefix_caching=caching)
+        driver.add(prompt(50), SamplingParams(n=3, max_tokens=9, seed=7), request_id="three")
+        driver.add(prompt(50), SamplingParams(n=1, max_tokens=9, seed=7), request_id="one")
+        driver.run()
+        assert driver.outcomes["three", 0].answer == driver.outcomes["one", 0].answer
+
+
+def test_samples_that_fit_only_while_shared():
+    """C119: outputs equal those of a large pool."""
+    params = SamplingParams(n=4, max_tokens=40, seed=3)
+    large, small = Driver(), Driver(num_blocks=9)
+    for driver in (large, small):
+        driver.add(prompt(70), params, request_id="r")
+        driver.run()
+    assert small.engine.stats().num_preemptions > 0
+    assert [small.outcomes["r", i].answer for i in range(4)] == [large.outcomes["r", i].answer for i in range(4)]
