@@ -90,7 +90,7 @@ def test_blocks_are_allocated_on_demand():
 def test_a_request_that_never_fits_is_refused_with_the_arithmetic():
     """C112: 10 blocks, 160 tokens."""
     driver = Driver(num_blocks=10)
-    with pytest.raises(NeverFitsError, match="200 tokens .* 13 KV blocks of 16 tokens.* 10 "):
+    with pytest.raises(NeverFitsError, match=r"200 tokens .* 13 KV blocks of 16 tokens.* 10 "):
         driver.add(prompt(200))
     with pytest.raises(NeverFitsError):
         driver.add(prompt(160))
