@@ -22,6 +22,7 @@ from octavo.config import (
 from octavo.engine import Engine
 from octavo.errors import ConfigError
 from octavo.kv.sizing import format_bytes, startup_lines
+from octavo.progress import Progress, by_fraction
 from octavo.system import MemoryInfo, cpu_info, memory_info
 from octavo.units import shorten
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from octavo.backends.base import Backend
     from octavo.models.loading import LoadedModel
     from octavo.text.tokenizer import Tokenizer
-    from octavo.weights.files import Progress
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -71,13 +71,13 @@ def load(model: str, options: EngineOptions, *, progress: Progress | None = None
     from octavo.models.loading import load_model
     from octavo.weights.hub import resolve_model
 
-    files = resolve_model(model, load_format=options.load_format, progress=progress)
+    files = resolve_model(model, load_format=options.load_format, progress=by_fraction(progress))
     return load_model(
         files,
         load_format=options.load_format,
         seed=options.seed or 0,
         dummy_format=dummy_weight_format(options),
-        progress=progress,
+        progress=by_fraction(progress),
     )
 
 
@@ -122,7 +122,7 @@ def create_backend(
         threads=resolved.threads,
         isa=resolved.isa,
         kv_cache_dtype=resolved.kv_cache_dtype,
-        progress=_fractions(model, progress),
+        progress=_for_backend(progress),
     )
 
 
@@ -194,9 +194,8 @@ def read_chat_template(value: str | None) -> str | None:
         raise ConfigError(f"chat_template: cannot read {shorten(value, 200)}: {reason}") from None
 
 
-def _fractions(model: LoadedModel, progress: Progress | None) -> Callable[[float], None] | None:
-    """A backend tells the fraction of its weights that is ready; people read bytes."""
+def _for_backend(progress: Progress | None) -> Callable[[float], None] | None:
     if progress is None:
         return None
-    report, total = progress, sum(view.data.nbytes for view in model.tensors.values())
-    return lambda fraction: report("Loading", int(fraction * total), total)
+    report = progress
+    return lambda fraction: report("Preparing", fraction)

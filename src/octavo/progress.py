@@ -1,47 +1,50 @@
-"""Progress bars for long work: downloads, loading, benchmarks. Silent where stderr is no terminal."""
+"""Progress of long work: a stage and the fraction of it that is done; and bars for it on a terminal."""
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
-from octavo.kv.sizing import format_bytes
+Progress = Callable[[str, float], None]
+"""Called with a stage, such as "Downloading …", and the fraction of it that is done, from 0 to 1."""
+
+
+def by_fraction(progress: Progress | None) -> Callable[[str, int, int | None], None] | None:
+    """The same for those who count (stage, done, total or None): see octavo.weights.files.Progress."""
+    if progress is None:
+        return None
+    report = progress
+    return lambda stage, done, total: report(stage, done / total if total else 0.0)
 
 
 class StageProgress:
-    """Called with (description, done, total or None); one bar per description. See octavo.weights.files.Progress.
-
-    Amounts from a mebibyte up are taken for bytes.
-    """
+    """A Progress that shows one bar per stage on stderr while it is open; silent where that is no terminal."""
 
     def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
         console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[amount]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._bars = Bars(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
+        self.close()
 
-    def __call__(self, description: str, done: int, total: int | None) -> None:
-        if description not in self._tasks:
-            self._tasks[description] = self._progress.add_task(description, amount="")
-        self._progress.update(self._tasks[description], completed=done, total=total, amount=_amount(done, total))
+    def __call__(self, stage: str, fraction: float) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=1.0)
+        self._bars.update(self._tasks[stage], completed=fraction)
 
-
-def _amount(done: int, total: int | None) -> str:
-    write = format_bytes if (total or done) >= 1 << 20 else "{:,}".format
-    return write(done) if total is None else f"{write(done)} of {write(total)}"
+    def close(self) -> None:
+        """Takes the bars off the screen; idempotent."""
+        self._bars.stop()

@@ -8,7 +8,7 @@ from octavo.errors import ConfigError
 
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([kmgt]?)(ib|b)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([kmgt]?)(ib|b)?\s*", re.IGNORECASE | re.ASCII)
 
 
 def shorten(text: str, limit: int = 40) -> str:

@@ -140,7 +140,7 @@ def offline(model: str, warmup: int, as_json: bool, **values: Any) -> None:
         def tick(num_new: int) -> None:
             nonlocal done
             done += num_new
-            progress("Generating", done, workload.num_prompts * workload.output_len)
+            progress("Generating", done / (workload.num_prompts * workload.output_len))
 
         measured = measure(assembly.engine, workload, vocab_size, tick)
     figures = _figures(assembly, workload, measured, load_seconds)

@@ -16,10 +16,10 @@ def pull(model: str, load_format: str) -> None:
     The default model's cache is OCTAVO_CACHE (else ~/.cache/octavo); repositories go where huggingface_hub keeps
     them (HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honoured).
     """
-    from octavo.progress import StageProgress
+    from octavo.progress import StageProgress, by_fraction
     from octavo.weights.hub import resolve_model
 
     read_environment()
     with StageProgress() as progress:
-        files = resolve_model(model, load_format=load_format, progress=progress)
+        files = resolve_model(model, load_format=load_format, progress=by_fraction(progress))
     click.echo(str(files.path))

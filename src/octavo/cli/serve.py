@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from octavo.cli.options import DEFAULT_MODEL, GroupedCommand, engine_options, option, take_engine_options
 from octavo.config import read_environment
+
+if TYPE_CHECKING:
+    from octavo.server.serve import ReadyInfo
 
 SERVER = "Server"
 
@@ -39,6 +42,25 @@ def serve(model: str, **values: Any) -> int:
     environment = read_environment()
     values["api_key"] = values["api_key"] or environment.api_key
 
+    from octavo.progress import StageProgress
     from octavo.server.serve import run_server
 
-    return run_server(model, options, **values)
+    with StageProgress() as progress:
+
+        def show_ready(info: ReadyInfo) -> None:
+            progress.close()
+            _announce(info)
+
+        return run_server(model=model, options=options, on_ready=show_ready, progress=progress, **values)
+
+
+def _announce(info: ReadyInfo) -> None:
+    """What the memory holds, then the one line that says where to ask."""
+    for line in info.report:
+        click.echo(line)
+    host = info.host if info.host not in ("0.0.0.0", "::") else "127.0.0.1"
+    body = f'{{"model":"{info.model_name}","messages":[{{"role":"user","content":"What is the capital of France?"}}]}}'
+    click.echo(
+        f"Ready in {info.seconds:.1f} s. Try: curl http://{host}:{info.port}/v1/chat/completions "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )
