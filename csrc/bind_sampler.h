@@ -52,26 +52,46 @@ inline void read_sample_row(nb::dict params, int32_t vocab_size, SampleRowHolder
   for (auto [key, value] : params) {
     const std::string name = nb::cast<std::string>(key);
     const char* at = name.c_str();
-    if (name == "temperature") sampler_scalar(value, at, &r.temperature);
-    else if (name == "top_p") sampler_scalar(value, at, &r.top_p);
-    else if (name == "min_p") sampler_scalar(value, at, &r.min_p);
-    else if (name == "presence_penalty") sampler_scalar(value, at, &r.presence_penalty);
-    else if (name == "frequency_penalty") sampler_scalar(value, at, &r.frequency_penalty);
-    else if (name == "repetition_penalty") sampler_scalar(value, at, &r.repetition_penalty);
-    else if (name == "top_k") sampler_scalar(value, at, &r.top_k);
-    else if (name == "seed") sampler_scalar(value, at, &r.seed);
-    else if (name == "sample_index") sampler_scalar(value, at, &r.sample_index);
-    else if (name == "position") sampler_scalar(value, at, &r.position);
-    else if (name == "num_logprobs") sampler_scalar(value, at, &r.num_logprobs);
-    else if (name == "sample") sampler_scalar(value, at, &r.sample);
-    else if (name == "target") sampler_scalar(value, at, &r.target);
-    else if (name == "prompt_ids") h->prompt_ids = sampler_list<int32_t>(value, at);
-    else if (name == "output_ids") h->output_ids = sampler_list<int32_t>(value, at);
-    else if (name == "banned_ids") h->banned_ids = sampler_list<int32_t>(value, at);
-    else if (name == "bias_ids") h->bias_ids = sampler_list<int32_t>(value, at);
-    else if (name == "bias_values") h->bias_values = sampler_list<float>(value, at);
-    else if (name == "mask") h->mask = sampler_list<uint32_t>(value, at);
-    else throw nb::key_error("unknown sampling parameter");
+    if (name == "temperature")
+      sampler_scalar(value, at, &r.temperature);
+    else if (name == "top_p")
+      sampler_scalar(value, at, &r.top_p);
+    else if (name == "min_p")
+      sampler_scalar(value, at, &r.min_p);
+    else if (name == "presence_penalty")
+      sampler_scalar(value, at, &r.presence_penalty);
+    else if (name == "frequency_penalty")
+      sampler_scalar(value, at, &r.frequency_penalty);
+    else if (name == "repetition_penalty")
+      sampler_scalar(value, at, &r.repetition_penalty);
+    else if (name == "top_k")
+      sampler_scalar(value, at, &r.top_k);
+    else if (name == "seed")
+      sampler_scalar(value, at, &r.seed);
+    else if (name == "sample_index")
+      sampler_scalar(value, at, &r.sample_index);
+    else if (name == "position")
+      sampler_scalar(value, at, &r.position);
+    else if (name == "num_logprobs")
+      sampler_scalar(value, at, &r.num_logprobs);
+    else if (name == "sample")
+      sampler_scalar(value, at, &r.sample);
+    else if (name == "target")
+      sampler_scalar(value, at, &r.target);
+    else if (name == "prompt_ids")
+      h->prompt_ids = sampler_list<int32_t>(value, at);
+    else if (name == "output_ids")
+      h->output_ids = sampler_list<int32_t>(value, at);
+    else if (name == "banned_ids")
+      h->banned_ids = sampler_list<int32_t>(value, at);
+    else if (name == "bias_ids")
+      h->bias_ids = sampler_list<int32_t>(value, at);
+    else if (name == "bias_values")
+      h->bias_values = sampler_list<float>(value, at);
+    else if (name == "mask")
+      h->mask = sampler_list<uint32_t>(value, at);
+    else
+      throw nb::key_error("unknown sampling parameter");
   }
   if (h->bias_ids.size() != h->bias_values.size()) throw nb::value_error("bias_ids and bias_values differ in length");
   if (!h->mask.empty() && h->mask.size() < (static_cast<size_t>(vocab_size) + 31) / 32) {

@@ -79,8 +79,8 @@ static inline Philox4x32 philox4x32(Philox4x32 counter, uint32_t key0, uint32_t 
 // The draw of one token: uniform in [0, 1) with 53 bits, a function of seed, sample and position alone
 // (law 1). Counter words 2 and 3 stay free for other draws at the same position.
 static inline double sample_uniform(uint64_t seed, uint32_t sample_index, uint32_t position) {
-  const Philox4x32 r = philox4x32({{sample_index, position, 0, 0}}, static_cast<uint32_t>(seed),
-                                  static_cast<uint32_t>(seed >> 32));
+  const Philox4x32 r =
+      philox4x32({{sample_index, position, 0, 0}}, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
   const uint64_t bits = (uint64_t{r.word[1]} << 32 | r.word[0]) >> 11;
   return static_cast<double>(bits) * 0x1p-53;
 }

@@ -447,8 +447,8 @@ inline int32_t choose(const SampleRow& row, const float* logits, uint32_t max_ke
 
 // One row of vocab_size logits -> *out. top_ids and top_logprobs take num_logprobs entries when that is
 // positive (undefined when the status is not ok). `scratch` has sampler_scratch_bytes(vocab_size) bytes.
-inline void sample_row(const float* logits, const ::octavo::SampleRow& row, ::octavo::SampleOut* out,
-                       int32_t* top_ids, float* top_logprobs, void* scratch) {
+inline void sample_row(const float* logits, const ::octavo::SampleRow& row, ::octavo::SampleOut* out, int32_t* top_ids,
+                       float* top_logprobs, void* scratch) {
   using namespace sampler_impl;
   *out = {0, ::octavo::kSampleNothingAllowed, 0.0f, 0};
   const int32_t n = row.vocab_size;
