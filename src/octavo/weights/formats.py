@@ -39,6 +39,8 @@ class WeightFormat:
     def unpack(self, data: npt.NDArray[np.uint8]) -> F32:
         """All weights in `data` (uint8, whole blocks) as float32, 1-D, in the order of storage."""
         raw = np.ascontiguousarray(data).reshape(-1)
+        if raw.size == 0:
+            return np.empty(0, np.float32)
         with np.errstate(invalid="ignore", over="ignore"):  # scales may be NaN or infinite: data, not a fault
             return self.values(raw.view(self.layout)).reshape(-1)
 
