@@ -1,0 +1,54 @@
+// Which instruction sets this machine has, and the kernels compiled for each.
+#include <cstring>
+
+#include "kernels.h"
+
+namespace octavo {
+namespace isa_scalar {
+const Kernels* kernels();
+}
+namespace isa_avx2 {
+const Kernels* kernels();
+}
+namespace isa_avx512 {
+const Kernels* kernels();
+}
+namespace isa_avx512_bf16 {
+const Kernels* kernels();
+}
+
+namespace {
+
+// From the most portable to the fastest. __builtin_cpu_supports also checks that the system saves the registers.
+const char* const kIsas[] = {"scalar", "avx2", "avx512", "avx512_bf16", nullptr};
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+}  // namespace
+
+const char* const* known_isas() { return kIsas; }
+
+const Kernels* kernels_for(const char* isa) {
+  __builtin_cpu_init();
+  if (strcmp(isa, "scalar") == 0) return isa_scalar::kernels();
+  if (strcmp(isa, "avx2") == 0) return has_avx2() ? isa_avx2::kernels() : nullptr;
+  if (strcmp(isa, "avx512") == 0) return has_avx512() ? isa_avx512::kernels() : nullptr;
+  if (strcmp(isa, "avx512_bf16") == 0) return has_avx512_bf16() ? isa_avx512_bf16::kernels() : nullptr;
+  return nullptr;
+}
+
+const char* best_isa() {
+  const char* best = kIsas[0];
+  for (const char* const* isa = kIsas; *isa != nullptr; ++isa)
+    if (kernels_for(*isa) != nullptr) best = *isa;
+  return best;
+}
+
+}  // namespace octavo

@@ -1,0 +1,73 @@
+// Weight formats: from the bytes of a checkpoint to the few packed forms that kernels read in order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace octavo {
+
+// Formats of checkpoints; numbers are GGUF type ids.
+enum class Format : int32_t {
+  F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
+  Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30,
+};
+
+struct FormatInfo {
+  const char* name;
+  Format format;
+  int block_len;    // weights in a block
+  int block_bytes;  // bytes of a block
+  int group;        // consecutive weights that share one scale (quantised formats), else 0
+  bool has_min;     // w = scale * q + min, else w = scale * q
+  bool half_scales; // scale (and min) are half floats in the file and stay so in the packed form
+  bool nibbles;     // q fits in 4 bits
+};
+
+// Null where the name is unknown.
+const FormatInfo* find_format(const std::string& name);
+
+// Packed forms. A panel holds 16 output columns (rows of the checkpoint's matrix); along K it is
+//   kF32   float  [K][16]
+//   kF16   half   [K32/2][16][2]        K32 = K rounded up to 32, padded with zeros
+//   kBF16  bf16   [K32/2][16][2]
+//   kQ8    int8   [K/2][16][2]          + scales [groups][16], mins [groups][16]
+//   kQ4    uint16 [K/8][16][2]          nibble j of word [c][n][h] is weight k = 8c + 2j + h of column n
+// so that one 64-byte load of a paired form is the right operand of a bf16 dot product over two k.
+enum class Form : int32_t { kF32, kF16, kBF16, kQ8, kQ4 };
+
+struct PackedMatrix {
+  Form form;
+  int n = 0;        // output columns
+  int k = 0;        // reduction length
+  int panels = 0;   // ceil(n / 16)
+  int group = 32;   // weights per scale
+  int groups = 0;   // per column
+  int zero = 0;     // kQ4: value of nibble 0 is -zero
+  bool has_min = false;
+  bool half_scales = false;
+  size_t panel_bytes = 0;
+  std::unique_ptr<uint8_t[], void (*)(void*)> data{nullptr, nullptr};
+  std::unique_ptr<uint8_t[], void (*)(void*)> scales{nullptr, nullptr};  // [panels][groups][16] half or float
+  std::unique_ptr<uint8_t[], void (*)(void*)> mins{nullptr, nullptr};
+
+  const uint8_t* panel(int p) const { return data.get() + (size_t)p * panel_bytes; }
+  size_t scale_bytes() const { return half_scales ? 2 : 4; }
+  const uint8_t* panel_scales(int p) const { return scales.get() + (size_t)p * groups * 16 * scale_bytes(); }
+  const uint8_t* panel_mins(int p) const { return has_min ? mins.get() + (size_t)p * groups * 16 * scale_bytes() : nullptr; }
+  size_t bytes() const {
+    return (size_t)panels * (panel_bytes + (size_t)groups * 16 * scale_bytes() * (has_min ? 2 : 1));
+  }
+};
+
+// Allocates the packed form of an n x k matrix; fill it with pack_panel.
+PackedMatrix make_packed(const FormatInfo& info, int n, int k);
+
+// Packs columns [16p, 16p + 16) from `source`, the rows of the checkpoint's matrix laid end to end.
+void pack_panel(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p);
+
+// Unpacks one row of `k` weights to floats, exactly as octavo.weights.formats.unpack does.
+void unpack_row(const FormatInfo& info, const uint8_t* row, int k, float* out);
+
+}  // namespace octavo

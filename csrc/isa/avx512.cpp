@@ -1,0 +1,18 @@
+// Kernels for "avx512"; compiled with that instruction set's flags (see CMakeLists.txt).
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "../kernels.h"
+
+#define OCTAVO_ISA_AVX512 1
+
+#define OCTAVO_ISA_NAME "avx512"
+
+namespace octavo::isa_avx512 {
+#include "kernels_body.inc"
+const Kernels* kernels() { return &kKernels; }
+}  // namespace octavo::isa_avx512

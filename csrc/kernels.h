@@ -1,0 +1,91 @@
+// The kernels of one instruction set, as a table of functions over raw pointers. All checks are done by the
+// callers (program.cpp, bind.cpp). Rows are row-major floats with a stride in elements.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "formats.h"
+#include "sampler.h"
+
+namespace octavo {
+
+constexpr int kBlockTokens = 16;  // tokens in a KV block: one vector of kernels' scores
+
+// y[rows][n] = x[rows][k] . w^T + bias. Kernels that multiply in bf16 read `prepared` and `sums`, made by
+// prepare_row; the others read `x`.
+struct LinearArgs {
+  const PackedMatrix* w;
+  const float* bias;  // [n] or null
+  const float* x;
+  int64_t ldx;
+  const uint16_t* prepared;  // bf16 [rows][K32], K32 = k rounded up to 32, zero padded
+  int64_t ld_prepared;
+  const float* sums;  // [rows][K32 / 16]: sums of 16 consecutive prepared values
+  int64_t ld_sums;
+  float* y;
+  int64_t ldy;
+  int rows;
+};
+
+// Causal attention of a tile of query tokens of one sequence over one KV head.
+// KV of block b lies at kv + b * block_stride: keys [head_dim][16 tokens], then values [16 tokens][V],
+// V = head_dim rounded up to 16.
+struct AttentionTask {
+  const float* q;  // [num_tokens][>= group * head_dim] at the first query head of this KV head
+  int64_t ldq;
+  float* out;
+  int64_t ldo;
+  const uint8_t* kv;
+  size_t block_stride;
+  const int32_t* block_ids;
+  int num_tokens;
+  int group;      // query heads that share the KV head
+  int first_pos;  // position of the first query token
+  int window;     // keys visible to a query, itself included; 0: all
+  int head_dim;
+  float scale;
+};
+
+constexpr int kTileTokens = 16;  // most query tokens in an AttentionTask
+
+struct Kernels {
+  const char* isa;
+
+  // True: `linear` multiplies this matrix in bf16 and wants prepared rows.
+  bool (*wants_prepared)(const PackedMatrix& w);
+  void (*prepare_row)(const float* x, int k, uint16_t* prepared, float* sums);
+  size_t (*linear_scratch_bytes)(int k);
+  void (*linear)(const LinearArgs& args, int panel_begin, int panel_end, void* scratch);
+  // Floats of one panel as the kernels see them, [k][16].
+  void (*unpack_panel)(const PackedMatrix& w, int panel, float* out);
+
+  void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* y);
+  // x += delta, then y = rms_norm(x).
+  void (*add_rms_norm)(float* x, const float* delta, const float* weight, int n, float eps, float* y);
+  void (*add)(float* x, const float* delta, int n);
+  // Rotates `heads` heads in place, halves paired (i, i + head_dim / 2).
+  void (*rope)(float* x, int heads, int head_dim, const float* cos, const float* sin);
+  void (*silu_mul)(const float* gate, const float* up, int n, float* y);
+
+  // kv: of the block and head; offset: token's place in the block. wide: float32 cache, else bf16.
+  void (*store_kv)(const float* k, const float* v, int head_dim, bool wide, uint8_t* kv, int offset);
+  size_t (*attention_scratch_bytes)(int group, int head_dim);
+  void (*attention)(const AttentionTask& task, bool wide, void* scratch);
+
+  void (*sample_row)(const float* logits, const SampleRow& row, SampleOut* out, int32_t* top_ids, float* top_logprobs,
+                     void* scratch);
+};
+
+inline size_t kv_block_head_bytes(int head_dim, bool wide) {
+  const int padded = (head_dim + 15) / 16 * 16;
+  return (size_t)kBlockTokens * (size_t)(head_dim + padded) * (wide ? 4 : 2);
+}
+
+// Kernels by name ("scalar", "avx2", "avx512", "avx512_bf16"); null where the name is unknown or the machine
+// lacks the instructions. best_isa() is the last that the machine has.
+const Kernels* kernels_for(const char* isa);
+const char* const* known_isas();  // null-terminated
+const char* best_isa();
+
+}  // namespace octavo

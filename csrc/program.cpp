@@ -1,0 +1,438 @@
+// See program.h.
+#include "program.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace octavo {
+
+const char* const kOpNames[(int)OpCode::kCount] = {"embedding", "rms_norm", "add_rms_norm", "add", "linear", "head_norm",
+                                                   "rope", "attention", "silu_mul", "gather", "sample"};
+
+namespace {
+
+// Rows of logits computed at a time: bounds the logits buffer when many prompt positions are scored.
+constexpr int kOutputRows = 64;
+
+// Rows that a loop must have before it is worth waking the other threads for a cheap op.
+constexpr int kParallelRows = 8;
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void free_memory(void* p) { free(p); }
+
+}  // namespace
+
+Program::Program(const Kernels* kernels, int num_threads, int max_tokens, int max_outputs)
+    : kernels_(kernels), pool_(num_threads), max_tokens_(max_tokens), max_outputs_(max_outputs),
+      output_rows_(std::min(kOutputRows, max_outputs)), scratch_(num_threads) {}
+
+Program::~Program() {
+  if (kv_memory_ != nullptr) munmap(kv_memory_, kv_memory_bytes_);
+}
+
+// ---- building
+
+int Program::add_matrix(const FormatInfo& format, const uint8_t* data, int n, int k) {
+  PackedMatrix m = make_packed(format, n, k);
+  pool_.run(m.panels, [&](int64_t p, int) { pack_panel(m, format, data, (int)p); });
+  const size_t scratch = std::max(kernels_->linear_scratch_bytes(k), (size_t)k * 64);
+  for (std::vector<uint8_t>& s : scratch_)
+    if (s.size() < scratch) s.resize(scratch);
+  const size_t padded = (size_t)(k + 31) / 32 * 32;
+  const size_t rows = (size_t)std::max(max_tokens_, output_rows_);
+  if (kernels_->wants_prepared(m) && prepared_.size() < rows * padded) {
+    prepared_.resize(rows * padded + 32);
+    sums_.resize(rows * padded / 16);
+  }
+  matrices_.push_back(std::move(m));
+  return (int)matrices_.size() - 1;
+}
+
+int Program::add_table(const FormatInfo& format, const uint8_t* data, int rows, int width) {
+  tables_.push_back({&format, data, rows, width, (size_t)(width / format.block_len) * format.block_bytes});
+  return (int)tables_.size() - 1;
+}
+
+int Program::add_vector(const float* data, int n) {
+  vectors_.emplace_back(data, data + n);
+  return (int)vectors_.size() - 1;
+}
+
+int Program::add_buffer(int width, bool outputs) {
+  const int64_t stride = (width + 15) / 16 * 16;
+  const size_t bytes = (size_t)stride * (size_t)(outputs ? output_rows_ : max_tokens_) * 4;
+  void* p = aligned_alloc(64, (bytes + 127) / 64 * 64);
+  if (p == nullptr) throw std::bad_alloc();
+  buffers_.push_back({width, stride, outputs, {(float*)p, free_memory}});
+  return (int)buffers_.size() - 1;
+}
+
+void Program::set_rope(const float* cos, const float* sin, int positions, int half_dim) {
+  const size_t count = (size_t)positions * half_dim;
+  cos_.assign(cos, cos + count);
+  sin_.assign(sin, sin + count);
+  rope_positions_ = positions;
+  rope_half_ = half_dim;
+}
+
+size_t Program::kv_bytes_per_block() const {
+  return (size_t)kv_.layers * kv_.heads * kv_block_head_bytes(kv_.head_dim, kv_.wide);
+}
+
+size_t Program::weight_bytes() const {
+  size_t total = 0;
+  for (const PackedMatrix& m : matrices_) total += m.bytes();
+  for (const std::vector<float>& v : vectors_) total += v.size() * 4;
+  return total;
+}
+
+void Program::allocate_kv(int num_blocks, bool poison) {
+  if (kv_memory_ != nullptr) throw std::logic_error("the KV pool is already allocated");
+  kv_memory_bytes_ = kv_bytes_per_block() * (size_t)num_blocks;
+  // Anonymous pages cost nothing until a block is first written.
+  void* p = mmap(nullptr, kv_memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+  madvise(p, kv_memory_bytes_, MADV_HUGEPAGE);
+  kv_memory_ = (uint8_t*)p;
+  num_blocks_ = num_blocks;
+  if (poison) memset(p, 0xff, kv_memory_bytes_);  // NaN in both formats: reading an unwritten slot shows
+}
+
+uint8_t* Program::kv_at(int layer, int block, int head) const {
+  const size_t size = kv_block_head_bytes(kv_.head_dim, kv_.wide);
+  return kv_memory_ + (((size_t)layer * num_blocks_ + block) * kv_.heads + head) * size;
+}
+
+void Program::check(const View& v, const char* what) const {
+  if (v.buffer < 0 || v.buffer >= (int)buffers_.size() || v.offset < 0 || v.width <= 0 ||
+      v.offset + v.width > buffers_[v.buffer].width)
+    throw std::invalid_argument(std::string(what) + ": view outside its buffer");
+}
+
+void Program::check_vector(int weight, int size, const char* what) const {
+  if (weight < 0 || weight >= (int)vectors_.size() || (int)vectors_[weight].size() != size)
+    throw std::invalid_argument(std::string(what) + ": weight has the wrong size");
+}
+
+Program::Op& Program::append(OpCode code) {
+  ops_.emplace_back();
+  ops_.back().code = code;
+  return ops_.back();
+}
+
+static void require(bool ok, const char* message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
+void Program::embedding(int table, View out) {
+  check(out, "embedding");
+  require(table >= 0 && table < (int)tables_.size() && tables_[table].width == out.width, "embedding: table does not match");
+  Op& op = append(OpCode::kEmbedding);
+  op.index = table;
+  op.out = out;
+}
+
+void Program::rms_norm(View x, int weight, float eps, View out) {
+  check(x, "rms_norm");
+  check(out, "rms_norm");
+  check_vector(weight, x.width, "rms_norm");
+  require(x.width == out.width, "rms_norm: widths differ");
+  Op& op = append(OpCode::kRmsNorm);
+  op.a = x;
+  op.out = out;
+  op.index = weight;
+  op.number = eps;
+}
+
+void Program::add_rms_norm(View x, View delta, int weight, float eps, View out) {
+  check(x, "add_rms_norm");
+  check(delta, "add_rms_norm");
+  check(out, "add_rms_norm");
+  check_vector(weight, x.width, "add_rms_norm");
+  require(x.width == out.width && x.width == delta.width, "add_rms_norm: widths differ");
+  Op& op = append(OpCode::kAddRmsNorm);
+  op.a = x;
+  op.b = delta;
+  op.out = out;
+  op.index = weight;
+  op.number = eps;
+}
+
+void Program::add(View x, View delta) {
+  check(x, "add");
+  check(delta, "add");
+  require(x.width == delta.width, "add: widths differ");
+  Op& op = append(OpCode::kAdd);
+  op.a = x;
+  op.b = delta;
+}
+
+void Program::linear(View x, std::vector<LinearPart> parts, int bias, View out) {
+  check(x, "linear");
+  check(out, "linear");
+  for (const LinearPart& p : parts) {
+    require(p.matrix >= 0 && p.matrix < (int)matrices_.size(), "linear: no such matrix");
+    const PackedMatrix& m = matrices_[p.matrix];
+    require(m.k == x.width && p.column >= 0 && p.column + m.n <= out.width, "linear: matrix does not match");
+  }
+  if (bias >= 0) check_vector(bias, out.width, "linear");
+  Op& op = append(OpCode::kLinear);
+  op.a = x;
+  op.out = out;
+  op.parts = std::move(parts);
+  op.bias = bias;
+}
+
+void Program::head_norm(View x, int head_dim, int weight, float eps) {
+  check(x, "head_norm");
+  require(head_dim > 0 && x.width % head_dim == 0, "head_norm: width is not a multiple of head_dim");
+  check_vector(weight, head_dim, "head_norm");
+  Op& op = append(OpCode::kHeadNorm);
+  op.a = x;
+  op.index = weight;
+  op.size = head_dim;
+  op.number = eps;
+}
+
+void Program::rope(View x, int head_dim) {
+  check(x, "rope");
+  require(head_dim > 0 && head_dim == 2 * rope_half_ && x.width % head_dim == 0, "rope: head_dim does not match the table");
+  Op& op = append(OpCode::kRope);
+  op.a = x;
+  op.size = head_dim;
+}
+
+void Program::attention(View q, View k, View v, int layer, int window, float scale, View out) {
+  check(q, "attention");
+  check(k, "attention");
+  check(v, "attention");
+  check(out, "attention");
+  const int kv_width = kv_.heads * kv_.head_dim;
+  require(kv_width > 0 && k.width == kv_width && v.width == kv_width && q.width % kv_width == 0 && out.width == q.width,
+          "attention: widths do not match the KV shape");
+  require(layer >= 0 && layer < kv_.layers && window >= 0, "attention: no such layer or window");
+  Op& op = append(OpCode::kAttention);
+  op.a = q;
+  op.b = k;
+  op.c = v;
+  op.out = out;
+  op.index = layer;
+  op.size = window;
+  op.number = scale;
+  const size_t bytes = kernels_->attention_scratch_bytes(q.width / kv_width, kv_.head_dim);
+  for (std::vector<uint8_t>& s : scratch_)
+    if (s.size() < bytes) s.resize(bytes);
+}
+
+void Program::silu_mul(View gate, View up, View out) {
+  check(gate, "silu_mul");
+  check(up, "silu_mul");
+  check(out, "silu_mul");
+  require(gate.width == up.width && gate.width == out.width, "silu_mul: widths differ");
+  Op& op = append(OpCode::kSiluMul);
+  op.a = gate;
+  op.b = up;
+  op.out = out;
+}
+
+void Program::gather(View x, View out) {
+  check(x, "gather");
+  check(out, "gather");
+  require(gather_at_ < 0 && x.width == out.width && buffers_[out.buffer].outputs, "gather: once, into rows of outputs");
+  gather_at_ = (int)ops_.size();
+  Op& op = append(OpCode::kGather);
+  op.a = x;
+  op.out = out;
+}
+
+void Program::sample(View logits) {
+  check(logits, "sample");
+  Op& op = append(OpCode::kSample);
+  op.a = logits;
+  const size_t bytes = sampler_scratch_bytes(logits.width);
+  for (std::vector<uint8_t>& s : scratch_)
+    if (s.size() < bytes) s.resize(bytes);
+}
+
+// ---- running
+
+template <class F>
+void Program::for_rows(int rows, int cost, const F& f) {
+  // `cost` is roughly the floats touched per row: small loops stay on this thread.
+  if (rows < kParallelRows || (int64_t)rows * cost < 16384) {
+    for (int r = 0; r < rows; ++r) f(r, 0);
+    return;
+  }
+  const int step = std::max(1, std::min(16, rows / (4 * pool_.size())));
+  pool_.run((rows + step - 1) / step, [&](int64_t item, int thread) {
+    const int end = std::min(rows, (int)(item + 1) * step);
+    for (int r = (int)item * step; r < end; ++r) f(r, thread);
+  });
+}
+
+void Program::copy_blocks(const StepInput& in) {
+  const size_t size = kv_block_head_bytes(kv_.head_dim, kv_.wide) * kv_.heads;
+  for (int c = 0; c < in.num_copies; ++c)
+    for (int layer = 0; layer < kv_.layers; ++layer)
+      memcpy(kv_at(layer, in.copies[2 * c + 1], 0), kv_at(layer, in.copies[2 * c], 0), size);
+}
+
+void Program::plan_tiles(const StepInput& in) {
+  tiles_.clear();
+  for (int row = 0; row < in.num_rows; ++row)
+    for (int t = in.row_start[row]; t < in.row_start[row + 1]; t += kTileTokens)
+      tiles_.push_back({row, t, std::min(kTileTokens, in.row_start[row + 1] - t), in.positions[t]});
+  // Longest first, so that no thread is left alone with a long one at the end. Does not touch any result.
+  std::stable_sort(tiles_.begin(), tiles_.end(), [](const Tile& a, const Tile& b) {
+    return (int64_t)a.num_tokens * (a.first_pos + a.num_tokens) > (int64_t)b.num_tokens * (b.first_pos + b.num_tokens);
+  });
+}
+
+void Program::execute(const StepInput& in) {
+  copy_blocks(in);
+  plan_tiles(in);
+  const int split = gather_at_ < 0 ? (int)ops_.size() : gather_at_;
+  const auto timed = [&](const Op& op, int rows, int first_output) {
+    const double start = seconds_now();
+    run(op, in, rows, first_output);
+    op_seconds_[(int)op.code] += seconds_now() - start;
+  };
+  for (int i = 0; i < split; ++i) timed(ops_[i], in.num_tokens, 0);
+  for (int first = 0; first < in.num_outputs; first += output_rows_)
+    for (int i = split; i < (int)ops_.size(); ++i) timed(ops_[i], std::min(output_rows_, in.num_outputs - first), first);
+}
+
+void Program::run(const Op& op, const StepInput& in, int rows, int first_output) {
+  const Kernels& k = *kernels_;
+  switch (op.code) {
+    case OpCode::kEmbedding: {
+      const Table& t = tables_[op.index];
+      for_rows(rows, t.width, [&](int r, int) {
+        unpack_row(*t.format, t.data + (size_t)in.token_ids[r] * t.row_bytes, t.width, at(op.out, r));
+      });
+      break;
+    }
+    case OpCode::kRmsNorm:
+      for_rows(rows, op.a.width, [&](int r, int) {
+        k.rms_norm(at(op.a, r), vectors_[op.index].data(), op.a.width, op.number, at(op.out, r));
+      });
+      break;
+    case OpCode::kAddRmsNorm:
+      for_rows(rows, op.a.width, [&](int r, int) {
+        k.add_rms_norm(at(op.a, r), at(op.b, r), vectors_[op.index].data(), op.a.width, op.number, at(op.out, r));
+      });
+      break;
+    case OpCode::kAdd:
+      for_rows(rows, op.a.width, [&](int r, int) { k.add(at(op.a, r), at(op.b, r), op.a.width); });
+      break;
+    case OpCode::kLinear: run_linear(op, rows); break;
+    case OpCode::kHeadNorm:
+      for_rows(rows, op.a.width, [&](int r, int) {
+        for (int h = 0; h < op.a.width; h += op.size)
+          k.rms_norm(at(op.a, r) + h, vectors_[op.index].data(), op.size, op.number, at(op.a, r) + h);
+      });
+      break;
+    case OpCode::kRope:
+      for_rows(rows, op.a.width, [&](int r, int) {
+        const size_t angle = (size_t)in.positions[r] * rope_half_;
+        k.rope(at(op.a, r), op.a.width / op.size, op.size, cos_.data() + angle, sin_.data() + angle);
+      });
+      break;
+    case OpCode::kAttention: run_attention(op, in); break;
+    case OpCode::kSiluMul:
+      for_rows(rows, 4 * op.a.width, [&](int r, int) { k.silu_mul(at(op.a, r), at(op.b, r), op.a.width, at(op.out, r)); });
+      break;
+    case OpCode::kGather:
+      for (int r = 0; r < rows; ++r)
+        memcpy(at(op.out, r), at(op.a, in.output_tokens[first_output + r]), (size_t)op.a.width * 4);
+      break;
+    case OpCode::kSample: run_sample(op, in, rows, first_output); break;
+    case OpCode::kCount: break;
+  }
+}
+
+void Program::run_linear(const Op& op, int rows) {
+  const Kernels& k = *kernels_;
+  const int width = op.a.width;
+  const int64_t padded = (width + 31) / 32 * 32;
+  bool prepare = false;
+  int panels = 0;
+  for (const LinearPart& p : op.parts) {
+    prepare = prepare || k.wants_prepared(matrices_[p.matrix]);
+    panels += matrices_[p.matrix].panels;
+  }
+  if (prepare)
+    for_rows(rows, width, [&](int r, int) {
+      k.prepare_row(at(op.a, r), width, prepared_.data() + r * padded, sums_.data() + r * (padded / 16));
+    });
+
+  // Panels per item: few enough items to be cheap, enough of them to balance the threads.
+  int step = rows <= 2 ? 4 : 2;
+  while (panels > step * pool_.size() * 32) step *= 2;
+  int items = 0;
+  for (const LinearPart& p : op.parts) items += (matrices_[p.matrix].panels + step - 1) / step;
+  pool_.run(items, [&](int64_t item, int thread) {
+    for (const LinearPart& p : op.parts) {
+      const PackedMatrix& m = matrices_[p.matrix];
+      const int64_t here = (m.panels + step - 1) / step;
+      if (item >= here) {
+        item -= here;
+        continue;
+      }
+      View out{op.out.buffer, op.out.offset + p.column, m.n};
+      const LinearArgs args{&m, op.bias >= 0 ? vectors_[op.bias].data() + p.column : nullptr,
+                            at(op.a, 0), stride(op.a), prepared_.data(), padded, sums_.data(), padded / 16,
+                            at(out, 0), stride(out), rows};
+      k.linear(args, (int)item * step, std::min(m.panels, (int)(item + 1) * step), scratch_[thread].data());
+      return;
+    }
+  });
+}
+
+void Program::run_attention(const Op& op, const StepInput& in) {
+  const Kernels& k = *kernels_;
+  const int head_dim = kv_.head_dim, group = op.a.width / (kv_.heads * head_dim);
+  // All keys and values of the step are in their slots before any query looks: a chunk sees itself.
+  const auto store = [&](int64_t row) {
+    const int32_t* table = in.block_ids + in.table_start[row];
+    for (int t = in.row_start[row]; t < in.row_start[row + 1]; ++t) {
+      const int block = table[in.positions[t] / kBlockTokens], offset = in.positions[t] % kBlockTokens;
+      for (int h = 0; h < kv_.heads; ++h)
+        k.store_kv(at(op.b, t) + h * head_dim, at(op.c, t) + h * head_dim, head_dim, kv_.wide, kv_at(op.index, block, h), offset);
+    }
+  };
+  if (in.num_tokens < kParallelRows) {
+    for (int r = 0; r < in.num_rows; ++r) store(r);
+  } else {
+    pool_.run(in.num_rows, [&](int64_t row, int) { store(row); });
+  }
+  const size_t block_stride = kv_block_head_bytes(head_dim, kv_.wide) * kv_.heads;
+  pool_.run((int64_t)tiles_.size() * kv_.heads, [&](int64_t item, int thread) {
+    const Tile& tile = tiles_[(size_t)(item / kv_.heads)];
+    const int head = (int)(item % kv_.heads);
+    const AttentionTask task{at(op.a, tile.first_token) + head * group * head_dim, stride(op.a),
+                             at(op.out, tile.first_token) + head * group * head_dim, stride(op.out),
+                             kv_at(op.index, 0, head), block_stride, in.block_ids + in.table_start[tile.row],
+                             tile.num_tokens, group, tile.first_pos, op.size, head_dim, op.number};
+    k.attention(task, kv_.wide, scratch_[thread].data());
+  });
+}
+
+void Program::run_sample(const Op& op, const StepInput& in, int rows, int first_output) {
+  pool_.run(rows, [&](int64_t r, int thread) {
+    const int64_t i = first_output + r;
+    kernels_->sample_row(at(op.a, r), in.samples[i], in.results + i, in.top_ids + i * in.top_stride,
+                         in.top_logprobs + i * in.top_stride, scratch_[thread].data());
+  });
+}
+
+}  // namespace octavo

@@ -1,0 +1,137 @@
+"""From a StepPlan to the flat int32 arrays that a backend's one call per step takes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
+
+I32 = npt.NDArray[np.int32]
+
+ROW_ERRORS = {1: "the model produced NaN or infinite logits", 2: "no token may be drawn: all are excluded"}
+
+
+@dataclass(slots=True)
+class SampleArrays:
+    """One entry per row of logits; the columns of `ints` are those of SampleColumn in csrc/bind.cpp."""
+
+    output_tokens: list[int] = field(default_factory=list)
+    floats: list[tuple[float, ...]] = field(default_factory=list)
+    ints: list[tuple[int, ...]] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    bias_values: list[float] = field(default_factory=list)
+
+    def add_score(self, token: int, target: int, num_top: int) -> None:
+        """Ask for the log-probability of `target` after token number `token` of the step."""
+        self.output_tokens.append(token)
+        self.floats.append((1.0, 1.0, 0.0, 0.0, 0.0, 1.0))
+        self.ints.append((0, 0, 0, num_top, 0, target, 0, 0, 0, 0, 0, 0, 0, 0))
+        self.seeds.append(0)
+
+    def add_sample(self, token: int, spec: SampleSpec) -> None:
+        p = spec.params
+        self.output_tokens.append(token)
+        self.floats.append(
+            (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+        )
+        prompt: list[int] = []
+        output: list[int] = []
+        if p.has_penalties:
+            prompt, output = spec.token_ids[: spec.num_prompt], spec.token_ids[spec.num_prompt :]
+        num_logprobs = -1 if p.logprobs is None else p.logprobs
+        self.ints.append(
+            (
+                max(p.top_k, 0),
+                spec.sample_index,
+                spec.position,
+                num_logprobs,
+                1,
+                0,
+                *self._pool(prompt),
+                *self._pool(output),
+                *self._pool(spec.banned_ids),
+                *self._pool(p.logit_bias, p.logit_bias.values()),
+            )
+        )
+        self.seeds.append(spec.seed & (2**64 - 1))
+
+    def _pool(self, ids: Any, values: Any = None) -> tuple[int, int]:
+        if not ids:
+            return 0, 0
+        start = len(self.ids)
+        self.ids.extend(ids)
+        self.bias_values.extend(values if values is not None else [0.0] * len(ids))
+        return start, len(self.ids) - start
+
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return (
+            np.array(self.output_tokens, dtype=np.int32),
+            np.array(self.floats, dtype=np.float32).reshape(-1, 6),
+            np.array(self.ints, dtype=np.int32).reshape(-1, 14),
+            np.array(self.seeds, dtype=np.uint64),
+            np.array(self.ids, dtype=np.int32),
+            np.array(self.bias_values, dtype=np.float32),
+        )
+
+
+def flatten(plan: StepPlan) -> tuple[npt.NDArray[Any], ...]:
+    """The arguments of the native execute(), without the vocabulary size.
+
+    token_ids, positions [tokens]; row_start, table_start [rows + 1]; block_ids; copies [n, 2]; then SampleArrays.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    row_start, table_start = [0], [0]
+    block_ids: list[int] = []
+    samples = SampleArrays()
+    for row in plan.rows:
+        first = len(token_ids)
+        token_ids.extend(row.token_ids)
+        positions.extend(range(row.start, row.start + len(row.token_ids)))
+        block_ids.extend(row.block_ids)
+        row_start.append(len(token_ids))
+        table_start.append(len(block_ids))
+        for i, target in enumerate(row.score_ids):
+            samples.add_score(first + i, target, row.num_scores)
+        if row.sample is not None:
+            samples.add_sample(len(token_ids) - 1, row.sample)
+    as_int32 = [np.array(a, dtype=np.int32) for a in (token_ids, positions, row_start, table_start, block_ids)]
+    copies = np.array(plan.copies, dtype=np.int32).reshape(-1, 2)
+    return (*as_int32, copies, *samples.arrays())
+
+
+def unflatten(plan: StepPlan, outputs: tuple[npt.NDArray[Any], ...]) -> StepResult:
+    """From the arrays of the native execute() to one RowResult per row of the plan."""
+    tokens, status, logprobs, ranks, top_ids, top_logprobs = outputs
+    entries = iter(range(len(tokens)))
+    token_list, status_list = tokens.tolist(), status.tolist()
+
+    def read(i: int, token_id: int, num_top: int) -> TokenLogprobs:
+        top = tuple(zip(top_ids[i, :num_top].tolist(), top_logprobs[i, :num_top].tolist(), strict=True))
+        return TokenLogprobs(token_id, float(logprobs[i]), int(ranks[i]), tuple(t for t in top if t[0] >= 0))
+
+    return StepResult(tuple(_read_row(row, entries, token_list, status_list, read) for row in plan.rows))
+
+
+def _read_row(row: PlanRow, entries: Iterator[int], tokens: list[int], status: list[int], read: Any) -> RowResult:
+    scores: list[TokenLogprobs] = []
+    error: str | None = None
+    for target in row.score_ids:
+        i = next(entries)
+        error = error or ROW_ERRORS.get(status[i])
+        scores.append(read(i, target, row.num_scores))
+    if row.sample is None:
+        return RowResult(scores=tuple(scores), error=error)
+    i = next(entries)
+    error = error or ROW_ERRORS.get(status[i])
+    if error is not None:
+        return RowResult(error=error)
+    wanted = row.sample.params.logprobs
+    chosen = None if wanted is None else read(i, tokens[i], wanted)
+    return RowResult(tokens[i], chosen, tuple(scores))

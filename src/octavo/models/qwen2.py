@@ -1,0 +1,8 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v.
+
+What differs from Llama is told by the spec's fields, which `octavo.models.spec_from` reads from the files.
+"""
+
+from octavo.models.blocks import decoder as forward
+
+__all__ = ["forward"]
