@@ -89,10 +89,11 @@ def _listed(models: list[list[str]]) -> str:
 
 def _from_repository(repository: str, file_name: str, load_format: str, progress: Progress | None) -> Path:
     import huggingface_hub  # slow to import, and it reads the environment then
+    from huggingface_hub import constants
 
     problem: Exception | None = None
     sizes: dict[str, int] | None = None
-    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+    if not constants.HF_HUB_OFFLINE:
         try:
             info = huggingface_hub.HfApi().model_info(repository, files_metadata=True)
             sizes = {item.rfilename: item.size or 0 for item in info.siblings or []}
@@ -109,7 +110,7 @@ def _from_repository(repository: str, file_name: str, load_format: str, progress
         return Path(_snapshot(repository, load_format, local_files_only=False))
 
     chosen = wanted if isinstance(wanted, list) else [name for name in sizes if _is_wanted(name, load_format)]
-    cache = Path(huggingface_hub.constants.HF_HUB_CACHE) / ("models--" + repository.replace("/", "--")) / "blobs"
+    cache = Path(constants.HF_HUB_CACHE) / ("models--" + repository.replace("/", "--")) / "blobs"
     try:
         with _watching(cache, sum(sizes[name] for name in chosen), f"Downloading {repository}", progress):
             return fetch()
