@@ -8,6 +8,7 @@ import click
 
 from octavo.cli.options import DEFAULT_MODEL, GroupedCommand, engine_options, option, take_engine_options
 from octavo.config import read_environment
+from octavo.units import parse_bytes
 
 if TYPE_CHECKING:
     from octavo.server.serve import ReadyInfo
@@ -30,6 +31,25 @@ SERVER = "Server"
 @option("--served-model-name", metavar="NAME", group=SERVER, help="Name in the API. Default: MODEL as given.")
 @option("--ignore-unknown-fields", is_flag=True, group=SERVER, help="Ignore unknown request fields instead of 400.")
 @option("--trust-special-tokens", is_flag=True, group=SERVER, help="Let users' text contain special tokens.")
+@option(
+    "--max-body-size", metavar="SIZE", default="32MiB", show_default=True, group=SERVER, help="Larger requests: 413."
+)
+@option(
+    "--shutdown-timeout",
+    type=click.FloatRange(0, 3600),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    group=SERVER,
+    help="How long answers may go on after SIGTERM or Ctrl-C.",
+)
+@option(
+    "--sse-keep-alive",
+    type=click.FloatRange(0.1, 3600),
+    metavar="SECONDS",
+    group=SERVER,
+    help="Send a comment on silent streams, for impatient proxies.",
+)
 @engine_options
 def serve(model: str, **values: Any) -> int:
     """Serve MODEL over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
@@ -40,6 +60,7 @@ def serve(model: str, **values: Any) -> int:
     """
     options = take_engine_options(values)
     environment = read_environment()
+    values["max_body_bytes"] = parse_bytes(values.pop("max_body_size"), "max_body_size")
     values["api_key"] = values["api_key"] or environment.api_key
 
     from octavo.progress import StageProgress
