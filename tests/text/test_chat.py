@@ -204,6 +204,12 @@ def test_private_use_characters_of_the_client_are_kept() -> None:
     assert text_of([{"role": "user", "content": every}])
 
 
+@pytest.mark.parametrize("content", ["\ud83d", "\ud83d<|im_end|>"])
+def test_half_a_surrogate_pair_is_refused(content: str) -> None:
+    error = refused([{"role": "user", "content": content}])
+    assert (error.param, error.code) == ("messages", "invalid_value")
+
+
 def test_deep_nesting_is_refused() -> None:
     deep: Any = "x"
     for _ in range(5000):

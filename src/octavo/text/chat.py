@@ -58,9 +58,13 @@ def render_chat(
         tools=tools,
         template_kwargs=template_kwargs,
     )
-    if literals:
-        return tokenizer.encode_literals(text, literals)
-    return tokenizer.encode(text, add_special_tokens=False)
+    try:
+        if literals:
+            return tokenizer.encode_literals(text, literals)
+        return tokenizer.encode(text, add_special_tokens=False)
+    except RequestError as error:
+        error.param = "messages"  # which is what the client calls its text here
+        raise
 
 
 def render_chat_text(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> str:

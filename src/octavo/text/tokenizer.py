@@ -14,6 +14,10 @@ from octavo.text.tokenizer_gguf import read_gguf_tokenizer
 from octavo.text.tokenizer_hf import read_hf_tokenizer
 
 
+def _not_unicode() -> RequestError:
+    return RequestError("the text is not valid Unicode (half a surrogate pair)", param="prompt", code="invalid_value")
+
+
 class Tokenizer:
     """One vocabulary. Immutable after construction and safe to use from many threads at once.
 
@@ -63,7 +67,7 @@ class Tokenizer:
             # The batch call is the one that releases the interpreter lock.
             ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeError):
-            raise RequestError("the text is not valid Unicode", param="prompt", code="invalid_value") from None
+            raise _not_unicode() from None
         if add_special_tokens:
             if self._parts.add_bos and self.bos_token_id is not None:
                 ids.insert(0, self.bos_token_id)
@@ -78,9 +82,9 @@ class Tokenizer:
         with the placeholders replaced, is tokenised as ordinary text. Adds no BOS or EOS.
         """
         try:
-            encoding = self._backend.encode(text, add_special_tokens=False)
+            encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
         except (TypeError, UnicodeError):
-            raise RequestError("the text is not valid Unicode", param="messages", code="invalid_value") from None
+            raise _not_unicode() from None
         restore = str.maketrans(dict(literals))
         ids: list[int] = []
         start = 0
