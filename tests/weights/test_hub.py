@@ -198,6 +198,7 @@ def test_local_files_and_directories(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("./nothing", ModelNotFoundError),
         ("model.gguf", ModelNotFoundError),
         ("a/b/c", ModelNotFoundError),
+        ("dir/model.safetensors", ModelError),
         ("org/name:weights.bin", ConfigError),
         ("x\0y", ModelNotFoundError),
         ("x" * 5000, ModelNotFoundError),

@@ -1,5 +1,7 @@
 """ModelSpec from config.json and from GGUF metadata: defaults, scaling, windows, and clear refusals."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -183,6 +185,15 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     assert ours.head_dim == getattr(config, "head_dim", 8)
 
 
+def test_rope_parameters_as_transformers_writes_them(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}
+    given = {k: v for k, v in TINY_CONFIG.items() if k not in ("rope_theta", "model_type")}
+    transformers.AutoConfig.for_model("llama", **given, rope_parameters=rope).save_pretrained(tmp_path)
+    spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()))
+    assert spec == tiny_spec(rope_theta=500000.0, rope_scaling={"rope_type": "llama3", **LLAMA3})
+
+
 # --- GGUF ------------------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +235,8 @@ def test_gguf_qwen() -> None:
     spec = gguf_spec("qwen2", ("output.weight", "blk.0.attn_q.bias"))
     assert spec.attention_bias
     assert not spec.attention_out_bias
+    assert gguf_spec("qwen2").attention_bias
+    assert gguf_spec("llama", ("output.weight", "blk.1.attn_q.bias")).attention_bias
     assert gguf_spec("qwen3", attention__key_length=16, attention__value_length=16).qk_norm
 
 

@@ -243,9 +243,10 @@ def spec_from_gguf(
         rope_theta=fields.number("rope.freq_base", 10000.0),
         rope_scaling=_rope_from_gguf(fields),
         tie_embeddings="output.weight" not in tensors,
-        attention_bias="blk.0.attn_q.bias" in tensors,
-        attention_out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_down.bias" in tensors,
+        # The metadata does not say which biases there are. One in any layer means that all layers must have them.
+        attention_bias=architecture == "qwen2" or any(name.endswith(".attn_q.bias") for name in tensors),
+        attention_out_bias=any(name.endswith(".attn_output.bias") for name in tensors),
+        mlp_bias=any(name.endswith(".ffn_down.bias") for name in tensors),
         qk_norm=architecture == "qwen3",
         sliding_windows=windows,
     )

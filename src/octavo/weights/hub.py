@@ -42,6 +42,8 @@ def resolve_model(model: str, *, load_format: str = "auto", progress: Progress |
         path = Path(model).expanduser()
         if path.is_dir():
             return ModelFiles(path.resolve().name or model, _in_directory(path, load_format))
+        if path.suffix == ".safetensors":
+            raise ModelError(f"model {clip(model, 200)}: pass the directory that holds it, with its config.json")
         if path.exists():
             return ModelFiles(path.stem, path)
     repository, _, file_name = model.partition(":")
@@ -163,8 +165,8 @@ def _from_cache(repository: str, file_name: str, load_format: str, problem: Exce
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def whole_snapshot(local_files_only: bool = True) -> Path:
-        return _in_directory(Path(_snapshot(repository, load_format, local_files_only=local_files_only)), load_format)
+    def whole_snapshot() -> Path:
+        return _in_directory(Path(_snapshot(repository, load_format, local_files_only=True)), load_format)
 
     def only_gguf() -> Path:
         path = huggingface_hub.snapshot_download(repository, allow_patterns=["*.gguf"], local_files_only=True)
