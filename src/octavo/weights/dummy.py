@@ -40,6 +40,8 @@ def random_rows(form: WeightFormat, num_weights: int, seed: int, name: str) -> B
     num_bytes = num_weights // form.block_len * form.block_bytes
     generator = np.random.Generator(np.random.SFC64([seed, zlib.crc32(name.encode())]))
     words = generator.integers(0, 1 << 64, (num_bytes + 7) // 8, dtype=np.uint64)
+    if form.name == "Q8_0":
+        words |= np.uint64(0x0101010101010101)  # odd quants only: quantisers never write -128
     data = words.view(np.uint8)[:num_bytes]
     if form.name in _PLAIN:
         kind, mask, exponent = _PLAIN[form.name]
@@ -50,8 +52,6 @@ def random_rows(form: WeightFormat, num_weights: int, seed: int, name: str) -> B
     blocks = data.view(form.layout)
     for field, value in _FIXED[form.name].items():
         blocks[field] = value
-    if form.name == "Q8_0":  # quantisers never write -128
-        np.maximum(blocks["q"], -127, out=blocks["q"])
     return data
 
 
