@@ -160,7 +160,7 @@ def put_together(
             bytes_per_block=bytes_per_block,
             max_model_len=config.max_model_len,
         ),
-        f"Memory left for it: {format_bytes(memory.available)} ({memory.source})",
+        f"Memory available once the weights are loaded: {format_bytes(memory.available)} ({memory.source})",
         *(f"Note: {note}" for note in model.notes),
     ]
     if config.max_model_len < resolved.max_model_len:

@@ -80,7 +80,8 @@ def _announce(info: ReadyInfo) -> None:
     for line in info.report:
         click.echo(line)
     host = info.host if info.host not in ("0.0.0.0", "::") else "127.0.0.1"
-    body = f'{{"model":"{info.model_name}","messages":[{{"role":"user","content":"What is the capital of France?"}}]}}'
+    question = '[{"role":"user","content":"What is the capital of France?"}]'
+    body = f'{{"model":"{info.model_name}","temperature":0,"messages":{question}}}'
     click.echo(
         f"Ready in {info.seconds:.1f} s. Try: curl http://{host}:{info.port}/v1/chat/completions "
         f"-H 'Content-Type: application/json' -d '{body}'"
