@@ -14,6 +14,9 @@ from typing import Any
 
 import httpx
 import openai
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
 from octavo.config import EngineConfig
 from octavo.engine import Engine
 from octavo.plan import SampleSpec, StepPlan, StepResult
@@ -21,9 +24,6 @@ from octavo.server.app import ServerSettings, create_app
 from octavo.server.client import ThreadEngineClient
 from octavo.server.serve import OctavoServer, bind_socket
 from octavo.text.tokenizer import Tokenizer
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
-
 from support.script_backend import ScriptBackend
 
 MODEL = "org/tiny:v1.0"
@@ -163,10 +163,7 @@ class LiveServer:
         """A request on a socket of its own, not yet answered."""
         content = json.dumps({"model": MODEL, "temperature": 0, **body}).encode()
         made = socket.create_connection(self.address, timeout=10)
-        made.sendall(
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-            + content
-        )
+        made.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
         return made
 
     def wait_until(self, condition: Any, seconds: float = 10.0) -> None:

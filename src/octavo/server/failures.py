@@ -8,6 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from octavo.errors import EngineError, OctavoError, QueueFullError, RequestError
+from octavo.server.wire import GenerationError
 
 MAX_MESSAGE_LENGTH = 1000
 
@@ -28,10 +29,6 @@ class BodyTooLargeError(RequestError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"the request body exceeds {limit} bytes", code="body_too_large")
-
-
-class GenerationError(EngineError):
-    """One request failed while it was computed; the engine lives on."""
 
 
 class ClientGoneError(OctavoError):

@@ -13,9 +13,9 @@ from octavo.events import OutputEvent
 from octavo.plan import TokenLogprobs
 from octavo.request import FinishReason, SamplingParams
 from octavo.server.client import EngineClient, RequestHandle
-from octavo.server.failures import ClientGoneError, GenerationError
+from octavo.server.failures import ClientGoneError
 from octavo.server.metrics import ServerMetrics
-from octavo.server.wire import SubmitSpec
+from octavo.server.wire import GenerationError, SubmitSpec
 from octavo.text.output import SequenceOutput
 from octavo.text.tokenizer import Tokenizer
 
@@ -85,6 +85,7 @@ class Generation:
         self._arrival = time.perf_counter()
         self._handle: RequestHandle | None = None
         self._gone = False
+        self._failure: GenerationError | None = None
         self.choices = [
             Choice(p * params.n + s, prompt, SequenceOutput(tokenizer, params, prompt.token_ids))
             for p, prompt in enumerate(self.prompts)
@@ -126,11 +127,16 @@ class Generation:
         assert self._handle is not None and not self.done
         found: dict[int, Update] = {}
         while not found:
+            if self._failure is not None:
+                raise self._failure
             events = await self._handle.next_events()
             if self._gone:
                 raise ClientGoneError("the client closed the connection")
-            for event in events:
-                self._take(event, found)
+            try:
+                for event in events:
+                    self._take(event, found)
+            except GenerationError as e:
+                self._failure = e  # what came before it is handed out first
         return list(found.values())
 
     def _take(self, event: OutputEvent, found: dict[int, Update]) -> None:

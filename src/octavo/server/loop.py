@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octavo.errors import EngineError, OctavoError, RequestError
+from octavo.errors import EngineError, OctavoError
 from octavo.server.wire import (
     Abort,
     Admitted,
@@ -15,6 +15,7 @@ from octavo.server.wire import (
     Events,
     Failed,
     FinishSequence,
+    GenerationError,
     GetStats,
     Message,
     Refused,
@@ -110,7 +111,7 @@ class EngineLoop:
         except Exception as e:  # one odd request must not end the loop for everyone
             logger.exception("a request could not be admitted")
             self._take_back(added)
-            error = RequestError(f"the request could not be admitted ({type(e).__name__})")
+            error = GenerationError(f"the request could not be admitted ({type(e).__name__})")
             self._emit(Refused(command.ticket, to_wire(error)))
         else:
             self._emit(Admitted(command.ticket))

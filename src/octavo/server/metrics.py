@@ -78,7 +78,7 @@ _GAUGES = (
 _COUNTERS = (
     ("num_preemptions", "octavo_num_preemptions", "Sequences preempted for lack of KV blocks."),
     ("num_steps", "octavo_engine_steps", "Engine steps."),
-    ("num_prompt_tokens_computed", "octavo_prompt_tokens_computed", "Prompt tokens computed by the engine."),
+    ("num_prompt_tokens", "octavo_prompt_tokens_computed", "Prompt tokens computed by the engine."),
     ("num_hit_tokens", "octavo_prefix_cache_hits", "Tokens found in the prefix cache at first admission."),
     ("num_query_tokens", "octavo_prefix_cache_queries", "Tokens looked up in the prefix cache at first admission."),
 )

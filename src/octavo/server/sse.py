@@ -12,8 +12,9 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import OctavoError
-from octavo.server.failures import ClientGoneError, GenerationError, error_object, error_response, json_response
+from octavo.server.failures import ClientGoneError, error_object, error_response, json_response
 from octavo.server.generation import Generation, Update
+from octavo.server.wire import GenerationError
 
 logger = logging.getLogger(__name__)
 

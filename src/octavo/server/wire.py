@@ -34,6 +34,10 @@ class SubmitSpec(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
 
 
+class GenerationError(EngineError):
+    """One request failed while it was admitted or computed; the engine lives on."""
+
+
 class WireError(msgspec.Struct, frozen=True, kw_only=True):
     """An OctavoError on its way through a message."""
 
@@ -48,7 +52,7 @@ _KINDS: dict[str, type[OctavoError]] = {
     c.__name__: c
     for c in (
         ConfigError, ModelError, ModelNotFoundError, CorruptFileError, UnsupportedError, RequestError,
-        ContextLengthError, NeverFitsError, QueueFullError, EngineError,
+        ContextLengthError, NeverFitsError, QueueFullError, EngineError, GenerationError,
     )
 }  # fmt: skip
 

@@ -1,0 +1,247 @@
+"""`run_server` with the engine in its own process: ready, stop, and every way to die."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.live_server import write_tokenizer
+
+from octavo.config import EngineOptions
+from octavo.errors import ConfigError, CorruptFileError, EngineError, OctavoError
+from octavo.server.process import ProcessEngineClient
+from octavo.server.serve import run_server
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class Program:
+    """serve_fake.py in a process of its own."""
+
+    process: subprocess.Popen[str]
+    port: int
+    http: httpx.Client
+    streams: list[list[bytes]] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def body(self, **fields: Any) -> bytes:
+        return json.dumps({"model": "fake", "prompt": "hi", "temperature": 0, **fields}).encode()
+
+    def start_stream(self, max_tokens: int) -> list[bytes]:
+        """Reads a stream in a thread; returns the list that its lines go to, once the first is there."""
+        lines: list[bytes] = []
+        self.streams.append(lines)
+        begun = threading.Event()
+
+        def read() -> None:
+            with (
+                contextlib.suppress(httpx.HTTPError),
+                httpx.stream(
+                    "POST",
+                    f"http://127.0.0.1:{self.port}/v1/completions",
+                    content=self.body(max_tokens=max_tokens, stream=True),
+                    timeout=30,
+                ) as response,
+            ):
+                for line in response.iter_lines():
+                    if line:
+                        lines.append(line.encode())
+                        begun.set()
+            begun.set()
+
+        thread = threading.Thread(target=read)
+        self.threads.append(thread)
+        thread.start()
+        assert begun.wait(10)
+        return lines
+
+    def end(self) -> int:
+        code = self.process.wait(15)
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        return code
+
+    def children(self) -> list[int]:
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+
+
+@contextlib.contextmanager
+def program(directory: Path, timeout: float, port: int = 0) -> Iterator[Program]:
+    process = subprocess.Popen(
+        [sys.executable, str(TESTS / "server" / "serve_fake.py"), str(directory), str(port), str(timeout)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("ready "), process.communicate(timeout=10)[1]
+        with httpx.Client(timeout=20) as http:
+            yield Program(process, int(line.split()[1]), http)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a child stayed behind"
+        time.sleep(0.01)
+
+
+def check_port_free(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+        probe.listen()
+
+
+def ends_with_error(lines: list[bytes]) -> bool:
+    return lines[-1] == b"data: [DONE]" and "error" in json.loads(lines[-2].removeprefix(b"data: "))
+
+
+def test_serves_drains_and_exits(directory: Path) -> None:
+    """C173: SIGTERM lets what is in flight end; new requests get 503; then exit 0, no child, port free."""
+    with program(directory, 10.0) as served:
+        url = f"http://127.0.0.1:{served.port}"
+        assert served.http.get(f"{url}/health").status_code == 200
+        whole = served.http.post(f"{url}/v1/completions", content=served.body(max_tokens=5)).json()
+        assert whole["choices"][0]["text"] == "aaaaa"
+        children = served.children()
+        assert len(children) == 1
+        lines = [served.start_stream(120) for _ in range(3)]
+        served.process.send_signal(signal.SIGTERM)
+        late = 200
+        while late == 200:  # the signal is noticed at the next tick
+            late = served.http.get(f"{url}/health").status_code
+        assert late == 503
+        refused = served.http.post(f"{url}/v1/completions", content=served.body())
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert served.end() == 0
+        for stream in lines:
+            assert stream[-1] == b"data: [DONE]"
+            texts = [json.loads(line.removeprefix(b"data: "))["choices"][0] for line in stream[:-1]]
+            assert "".join(t["text"] for t in texts) == "a" * 120
+            assert texts[-1]["finish_reason"] == "length"
+        wait_gone(children)
+        check_port_free(served.port)
+
+
+def test_no_time_to_drain(directory: Path) -> None:
+    """C173: when the time is up, streams end with an error frame and [DONE]; SIGINT is the same as SIGTERM."""
+    with program(directory, 0.0) as served:
+        children = served.children()
+        lines = served.start_stream(250)
+        served.process.send_signal(signal.SIGINT)
+        assert served.end() == 0
+        assert ends_with_error(lines)
+        wait_gone(children)
+
+
+def test_second_signal_exits_at_once(directory: Path) -> None:
+    with program(directory, 1000.0) as served:
+        children = served.children()
+        served.start_stream(250)
+        served.process.send_signal(signal.SIGTERM)
+        served.process.send_signal(signal.SIGINT)
+        served.end()
+        wait_gone(children)
+
+
+def test_engine_process_dies(directory: Path) -> None:
+    """In-flight requests get an error; the server exits non-zero with one line."""
+    with program(directory, 10.0) as served:
+        lines = served.start_stream(250)
+        os.kill(served.children()[0], signal.SIGKILL)
+        assert served.end() == 2
+        assert ends_with_error(lines)
+        assert served.process.stderr is not None
+        odd_preset, error = served.process.stderr.read().splitlines()
+        assert odd_preset.startswith("generation_config is partly ignored: top_k")
+        assert error == "error: the engine process ended unexpectedly (signal 9)"
+        check_port_free(served.port)
+
+
+def test_front_end_is_killed(directory: Path) -> None:
+    """No engine process outlives its front end, however that ends."""
+    with program(directory, 10.0) as served:
+        children = served.children()
+        served.process.kill()
+        wait_gone(children)
+
+
+def test_port_in_use_is_told_before_loading() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            run_server(model="x", options=EngineOptions(), port=port, assemble="support.scripted_process:vanish")
+
+
+def test_unknown_host() -> None:
+    with pytest.raises(ConfigError, match="host"):
+        run_server(model="x", options=EngineOptions(), host="no.such.host.invalid", port=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "words"),
+    [
+        ("corrupt", CorruptFileError, "tensor blk.0 ends after the file"),
+        ("broken", EngineError, "could not start: RuntimeError: surprise"),
+        ("vanish", EngineError, "ended unexpectedly .exit code 7."),
+        ("missing", EngineError, "could not start: AttributeError"),
+    ],
+)
+def test_engine_cannot_start(
+    function: str, kind: type[OctavoError], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(kind, match=words):
+        run_server(model="x", options=EngineOptions(), port=0, assemble=f"support.scripted_process:{function}")
+
+
+def test_client_alone(directory: Path) -> None:
+    """Progress, the Ready message and a clean end, without HTTP."""
+    seen: list[tuple[str, float]] = []
+    client = ProcessEngineClient(str(directory), EngineOptions(), assemble="support.scripted_process:assemble")
+    try:
+        ready = client.wait_ready(lambda stage, fraction: seen.append((stage, fraction)))
+        assert seen == [("Loading", 1.0)]
+        assert ready.model_name == "fake" and ready.max_model_len == 256
+        assert ready.generation_config == {"temperature": 0.5, "top_k": -7}
+        assert ready.report == ["Weights: none"]
+    finally:
+        client.kill()
+    assert not alive(client.pid)
