@@ -96,7 +96,7 @@ def test_counts_by_reason(tmp_path: Path) -> None:
         assert live.metric("octavo_time_to_first_token_seconds_count") == 10
         assert live.metric("octavo_prompt_tokens_total") == 5 * 2 + 3 * 3 + 4 + 12 + 3
         stats = live.engine.stats()
-        assert live.metric("octavo_prompt_tokens_computed_total") == stats.num_prompt_tokens_computed
+        assert live.metric("octavo_prompt_tokens_computed_total") == stats.num_prompt_tokens
         assert live.metric("octavo_num_requests_running") == 0
         assert live.metric("octavo_kv_cache_usage_perc") == 0
         assert live.metric("octavo_num_preemptions_total") == 0
