@@ -77,7 +77,7 @@ def assert_one_line_error(result: Result, text: str) -> None:
     [
         (["serv"], "Did you mean 'serve'?"),
         (["x" * 5000], "no such command"),
-        (["serve", "--max-modle-len", "5"], "Did you mean '--max-model-len'?"),
+        (["serve", "--max-modle-len", "5"], "'--max-model-len'"),
         (["serve", "--port", "99999"], "--port"),
         (["serve", "--port", "eighty"], "--port"),
         (["serve", "--max-model-len", "0"], "max_model_len must be an integer"),
