@@ -119,6 +119,13 @@ def test_layers_point_one_way(path: Path) -> None:
         assert name.partition(".")[0] not in ("torch", "transformers", "triton"), f"{path.name} imports {name}"
 
 
+def test_one_function_reads_octavo_variables() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if path.name != "config.py":
+            strings = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+            assert not [s for s in strings if isinstance(s, str) and s.isupper() and s.startswith("OCTAVO_")], path
+
+
 def test_exported_names() -> None:
     assert octavo.__all__ == ["LLM", "Engine", "Request", "SamplingParams", "__version__"]
     for name in octavo.__all__:

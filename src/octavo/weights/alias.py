@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.config import read_environment
 from octavo.errors import ConfigError, CorruptFileError, ModelError
 from octavo.weights.files import Progress, clip
 
@@ -50,7 +51,7 @@ ALIASES: dict[str, AliasSource] = {
 
 def cache_directory() -> Path:
     """$OCTAVO_CACHE, else $XDG_CACHE_HOME/octavo, else ~/.cache/octavo."""
-    if chosen := os.environ.get("OCTAVO_CACHE"):
+    if chosen := read_environment().cache:
         return Path(chosen).expanduser()
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "octavo"
