@@ -59,6 +59,17 @@ def test_fifty_leave_at_once(live: LiveServer) -> None:
     live.check_idle_and_live()
 
 
+def test_leaving_with_requests_in_the_pipe(live: LiveServer) -> None:
+    """The one that runs ends, and the ones behind it never start."""
+    live.model.delay = 0.005
+    with live.send_raw(COMPLETIONS, {"prompt": "one", **LONG}) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        live.wait_until(lambda: live.engine.scheduler.running)
+    begun = live.engine.stats().num_steps
+    live.wait_until(lambda: live.idle)
+    assert live.engine.stats().num_steps - begun < 150
+
+
 def test_leaving_while_waiting(tmp_path: Path) -> None:
     """A request that was never scheduled leaves the queue."""
     with live_server(tmp_path, max_num_seqs=1) as live:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from pathlib import Path
@@ -194,6 +195,12 @@ def test_raw_http(live: LiveServer) -> None:
     with socket.create_connection(live.address, timeout=10) as connection:
         connection.sendall(b"NONSENSE\r\n\r\n")
         assert read_to_end(connection).startswith(b"HTTP/1.1 400")
+    with socket.create_connection(live.address, timeout=10) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nX-Long: ")
+        with contextlib.suppress(OSError):  # the server hangs up in the middle
+            for _ in range(200):
+                connection.sendall(b"x" * 10_000)
+            assert read_to_end(connection).startswith(b"HTTP/1.1 400")
     live.check_idle_and_live()
 
 

@@ -180,6 +180,22 @@ def test_second_signal_exits_at_once(directory: Path) -> None:
         wait_gone(children)
 
 
+def test_client_that_never_reads(directory: Path) -> None:
+    """C173: it cannot hold up the end."""
+    with program(directory, 0.0) as served:
+        body = served.body(max_tokens=250, stream=True, n=100, logprobs=20)
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", served.port))
+            deaf.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            deaf.recv(100)
+            children = served.children()
+            served.process.send_signal(signal.SIGTERM)
+            assert served.end() == 0
+        wait_gone(children)
+        check_port_free(served.port)
+
+
 def test_engine_process_dies(directory: Path) -> None:
     """In-flight requests get an error; the server exits non-zero with one line."""
     with program(directory, 10.0) as served:

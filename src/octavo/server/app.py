@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 import octavo
 from octavo.errors import EngineError, OctavoError
+from octavo.request import SamplingParams
 from octavo.server import chat, completions
 from octavo.server.client import EngineClient
 from octavo.server.envelope import Envelope
@@ -52,6 +53,7 @@ from octavo.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 # Below this size, work on a body takes less time than handing it to a thread is worth.
 INLINE_BYTES = 8 * 1024
@@ -182,25 +184,34 @@ async def _http_error(request: Request, exc: Exception) -> Response:
 # ---------------------------------------------------------------------------- generation
 
 
+@dataclass(frozen=True, slots=True)
+class _Parsed(Generic[BodyT]):
+    """A body that passed all checks that need no tokenizer. `size` in bytes."""
+
+    body: BodyT
+    params: SamplingParams
+    size: int
+
+
 async def create_completion(request: Request, state: ServerState) -> GenerationResponse:
     lenient = state.settings.ignore_unknown_fields
-    body, size = await _read(request, state, LenientCompletionBody if lenient else CompletionBody)
-    params = sampling_params(body, state.settings.presets)
-    prompts = await state.run(size, lambda: completions.make_prompts(state.tokenizer, body, params.skip_special_tokens))
-    check_num_choices(len(prompts), params.n)
+    parsed = await _read(request, state, LenientCompletionBody if lenient else CompletionBody)
+    body, skip_special = parsed.body, parsed.params.skip_special_tokens
+    prompts = await state.run(parsed.size, lambda: completions.make_prompts(state.tokenizer, body, skip_special))
+    check_num_choices(len(prompts), parsed.params.n)
     for prompt in prompts:
         _finish_prompt(prompt, body, state, "prompt")
         if body.echo and prompt.num_truncated:
-            prompt.text = state.tokenizer.decode(prompt.token_ids, skip_special_tokens=params.skip_special_tokens)
-    generation = _generation(state, prompts, body)
-    base = _base(state, "cmpl-")
-    renderer = completions.CompletionRenderer(state.tokenizer, generation, base, body)
+            prompt.text = state.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip_special)
+    generation = _generation(state, prompts, parsed, "prompt")
+    renderer = completions.CompletionRenderer(state.tokenizer, generation, _base(state, "cmpl-"), body)
     return _response(state, generation, renderer, body)
 
 
 async def create_chat_completion(request: Request, state: ServerState) -> GenerationResponse:
     settings = state.settings
-    body, size = await _read(request, state, LenientChatBody if settings.ignore_unknown_fields else ChatBody)
+    parsed = await _read(request, state, LenientChatBody if settings.ignore_unknown_fields else ChatBody)
+    body = parsed.body
 
     def make_prompt() -> Prompt:
         return chat.make_prompt(
@@ -210,28 +221,25 @@ async def create_chat_completion(request: Request, state: ServerState) -> Genera
             trust_special_tokens=settings.trust_special_tokens,
         )
 
-    prompt = await state.run(size, make_prompt)
+    prompt = await state.run(parsed.size, make_prompt)
     _finish_prompt(prompt, body, state, "messages")
-    generation = _generation(state, [prompt], body)
+    generation = _generation(state, [prompt], parsed, "messages")
     renderer = chat.ChatRenderer(state.tokenizer, generation, _base(state, "chatcmpl-"), body)
     return _response(state, generation, renderer, body)
 
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
-
-
-async def _read(request: Request, state: ServerState, body_type: type[BodyT]) -> tuple[BodyT, int]:
-    """The checked body and its size; everything that can be refused without the tokenizer is refused here."""
+async def _read(request: Request, state: ServerState, body_type: type[BodyT]) -> _Parsed[BodyT]:
+    """Everything that can be refused without the tokenizer is refused here."""
     state.check_open()
     raw = await _read_body(request, state.settings.max_body_bytes)
-    body = await state.run(len(raw) // 64, lambda: decode_body(raw, body_type))
+    # Parsing is some 50 times faster than tokenising.
+    body = await state.run(len(raw) // 50, lambda: decode_body(raw, body_type))
     if body.model is None:
         raise refuse("model is required", "model", code="missing_field")
     if body.model != state.settings.model_name:
         raise ModelUnknownError
     check_supported(body)
-    sampling_params(body, state.settings.presets)
-    return body, len(raw)
+    return _Parsed(body, sampling_params(body, state.settings.presets), len(raw))
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -266,16 +274,16 @@ def _finish_prompt(prompt: Prompt, body: GenerationBody, state: ServerState, par
         prompt.token_ids = ids[-keep:]
 
 
-def _generation(state: ServerState, prompts: list[Prompt], body: GenerationBody) -> Generation:
+def _generation(state: ServerState, prompts: list[Prompt], parsed: _Parsed[Any], param: str) -> Generation:
     return Generation(
         state.client,
         state.tokenizer,
         state.metrics,
         prompts,
-        sampling_params(body, state.settings.presets),
-        cache_salt=body.cache_salt or "",
-        priority=body.priority or 0,
-        param="messages" if isinstance(body, ChatBody) else "prompt",
+        parsed.params,
+        cache_salt=parsed.body.cache_salt or "",
+        priority=parsed.body.priority or 0,
+        param=param,
     )
 
 

@@ -24,6 +24,7 @@ from octavo.errors import ConfigError, EngineError, RequestError, UnsupportedErr
 from octavo.request import SamplingParams
 from octavo.server.app import ServerSettings, ServerState, create_app
 from octavo.server.process import DEFAULT_ASSEMBLE, ProcessEngineClient, StageProgress
+from octavo.server.protocol import OctavoProtocol
 from octavo.server.schema import PRESET_FIELDS
 from octavo.server.wire import Ready
 from octavo.text.tokenizer import Tokenizer
@@ -120,6 +121,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(f"host: cannot resolve {host[:100]!r}: {getattr(e, 'strerror', None) or e}") from None
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited: peers that vanish are noticed
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
         made.bind(address)
     except (OSError, OverflowError) as e:
         made.close()
@@ -203,6 +207,8 @@ class OctavoServer(uvicorn.Server):
             lifespan="on",
             timeout_graceful_shutdown=2,  # for clients that do not read their last frames
             proxy_headers=False,
+            http=OctavoProtocol,
+            timeout_keep_alive=60,  # longer than clients keep idle connections, so that they close first
         )
         super().__init__(config)
         self._state: ServerState = app.state.server
