@@ -33,14 +33,16 @@ Prompt = str | Mapping[str, Any]
 Messages = list[dict[str, Any]]
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-_ALIASES = {"gpu_memory_utilization": "memory_utilization"}
+_ALIASES = {"gpu_memory_utilization": "memory_utilization", "kv_cache_memory_bytes": "kv_cache_memory"}
+# vLLM's, and true or pointless here: no model brings code, and there is no graph to capture.
+_WITHOUT_EFFECT = {"trust_remote_code", "enforce_eager", "disable_log_stats"}
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def options_from(arguments: Mapping[str, Any]) -> EngineOptions:
     """Keyword arguments of LLM as EngineOptions. Raises ConfigError that names an unknown one."""
     known = [f.name for f in dataclasses.fields(EngineOptions)]
-    values = {_ALIASES.get(name, name): value for name, value in arguments.items()}
+    values = {_ALIASES.get(name, name): v for name, v in arguments.items() if name not in _WITHOUT_EFFECT}
     for name in values.keys() - set(known):
         near = difflib.get_close_matches(name, known, n=1)
         raise ConfigError(f"unknown argument {shorten(name)}" + (f"; did you mean {near[0]}?" if near else ""))
@@ -55,14 +57,16 @@ class LLM:
     One thread at a time may generate; others wait. Usable as a context manager.
     """
 
-    def __init__(self, model: str | Assembly = "smollm2-135m", *, use_tqdm: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: str | Assembly = "smollm2-135m", *, use_tqdm_on_load: bool = True, **options: Any
+    ) -> None:
         if isinstance(model, Assembly):
             if options:
                 raise ConfigError("an Assembly is already configured: pass no options with it")
             self.assembly = model
         else:
             engine_options = options_from(options)
-            with _load_progress(use_tqdm) as progress:
+            with _load_progress(use_tqdm_on_load) as progress:
                 self.assembly = assemble(model, engine_options, progress=progress)
         self.engine = self.assembly.engine
         self.driver = OfflineDriver(self.engine, self.assembly.tokenizer)

@@ -165,6 +165,40 @@ def test_flags_are_those_that_users_know() -> None:
     }
 
 
+def test_serve_passes_its_flags_on_and_says_where_to_ask(octavo_command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import octavo.server.serve as server
+
+    seen: dict[str, Any] = {}
+
+    def run_server(**arguments: Any) -> int:
+        seen.update(arguments)
+        arguments["on_ready"](
+            server.ReadyInfo(
+                url="http://0.0.0.0:81",
+                host="0.0.0.0",
+                port=81,
+                model_name="m",
+                max_model_len=64,
+                report=["Weights: 1 B"],
+                seconds=0.5,
+            )
+        )
+        return 0
+
+    monkeypatch.setattr(server, "run_server", run_server)
+    monkeypatch.setenv("OCTAVO_API_KEY", "secret")
+    result = octavo_command("serve", "m", "--port", "81", "--max-model-len", "64", "--max-body-size", "1MiB")
+    assert (result.code, result.err) == (0, "")
+    assert (seen["model"], seen["port"], seen["options"].max_model_len) == ("m", 81, 64)
+    assert (seen["api_key"], seen["max_body_bytes"]) == ("secret", 1 << 20)
+    report, ready = result.out.splitlines()
+    assert report == "Weights: 1 B"
+    assert ready.startswith("Ready in 0.5 s. Try: curl http://127.0.0.1:81/v1/chat/completions -H ")
+    body = json.loads(ready.partition(" -d '")[2].rstrip("'"))
+    assert body["model"] == "m"
+    assert "capital of France" in body["messages"][0]["content"]
+
+
 def test_version(octavo_command: Any) -> None:
     assert octavo_command("--version").out == f"octavo {octavo.__version__}\n"
 

@@ -14,6 +14,7 @@ from support.run import check_idle
 from support.script_backend import HashBackend, ScriptBackend
 
 from octavo import LLM, SamplingParams
+from octavo.config import EngineOptions
 from octavo.errors import ConfigError, ContextLengthError, RequestError
 from octavo.llm import options_from, sampling_defaults
 from octavo.plan import StepPlan, StepResult
@@ -187,8 +188,10 @@ def test_unknown_argument_suggests_the_right_one() -> None:
         LLM(fake_assembly(), threads=1)
 
 
-def test_vllms_name_for_the_memory_share() -> None:
+def test_vllms_names_of_arguments() -> None:
     assert options_from({"gpu_memory_utilization": 0.5}).memory_utilization == 0.5
+    assert options_from({"kv_cache_memory_bytes": 1024}).kv_cache_memory == 1024
+    assert options_from({"enforce_eager": True, "trust_remote_code": True}) == EngineOptions()
 
 
 def test_missing_model_is_an_error_of_one_line() -> None:

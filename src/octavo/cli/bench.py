@@ -54,12 +54,13 @@ class Workload:
 @dataclass(slots=True)
 class Measured:
     """Times in seconds. `first_phase` lasts until every sequence has its first token; None if they did not all
-    run at once, so that there is no such phase. `num_decoded` tokens came after it."""
+    run at once, so that there is no such phase. `num_decoded` tokens came after it, in `num_decode_steps` steps."""
 
     total: float
     num_steps: int
     first_phase: float | None
     num_decoded: int
+    num_decode_steps: int
     output_ids: list[list[int]]
 
     @property
@@ -78,7 +79,7 @@ def measure(engine: Engine, workload: Workload, vocab_size: int, tick: Callable[
         for number, ids in enumerate(workload.prompts(vocab_size))
     ]
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    missing_first, first_phase, num_in_first, num_steps = set(outputs), None, 0, 0
+    missing_first, first_phase, num_in_first, num_steps, steps_in_first = set(outputs), None, 0, 0, 0
     start = time.perf_counter()
     for request in requests:
         engine.add_request(request)
@@ -95,12 +96,12 @@ def measure(engine: Engine, workload: Workload, vocab_size: int, tick: Callable[
         if first_phase is None:
             num_in_first += num_new
             if not missing_first:
-                first_phase = time.perf_counter() - start
+                first_phase, steps_in_first = time.perf_counter() - start, num_steps
         if tick is not None:
             tick(num_new)
     total = time.perf_counter() - start
     ids = list(outputs.values())
-    return Measured(total, num_steps, first_phase, sum(map(len, ids)) - num_in_first, ids)
+    return Measured(total, num_steps, first_phase, sum(map(len, ids)) - num_in_first, num_steps - steps_in_first, ids)
 
 
 @bench.command(cls=GroupedCommand)
@@ -191,7 +192,16 @@ def _figures(assembly: Assembly, workload: Workload, measured: Measured, load_se
         figures["prefill_s"] = round(measured.first_phase, 3)
         if measured.num_decoded and decode > 0:
             figures["decode_tokens_per_s"] = round(measured.num_decoded / decode, 1)
+            num_read = measured.num_decode_steps * capabilities.weight_bytes
+            num_read += _kv_tokens_read(workload) * figures["kv_bytes_per_token"]
+            figures["decode_gb_per_s"] = round(num_read / decode / 1e9, 2)
     return figures
+
+
+def _kv_tokens_read(workload: Workload) -> int:
+    """Positions that decoding attends to, over all sequences: the k-th token after the first sees input_len + k."""
+    num_after = workload.output_len - 1
+    return workload.num_prompts * (num_after * workload.input_len + num_after * (num_after + 1) // 2)
 
 
 def _print(figures: dict[str, Any]) -> None:
@@ -216,6 +226,7 @@ def _print(figures: dict[str, Any]) -> None:
         )
     if "decode_tokens_per_s" in figures:
         rows.append(("After that", f"{figures['decode_tokens_per_s']:,.1f} output tok/s"))
+        rows.append(("Read in decode", f"{figures['decode_gb_per_s']:.2f} GB/s of weights and KV"))
     rows += [
         ("Preemptions", str(figures["num_preemptions"])),
         ("Peak memory", format_bytes(figures["peak_rss_bytes"])),

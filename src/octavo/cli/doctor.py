@@ -56,12 +56,14 @@ def doctor(model: str | None, **values: Any) -> None:
 
 
 def _native() -> str:
-    """Whether the compiled kernels load, and what keeps them from it."""
+    """The instruction sets that the compiled kernels can use here, or what keeps them from loading."""
     try:
         from octavo import _native
     except ImportError as error:
         return f"not usable: {' '.join(str(error).split())[:200]}"
-    return f"{Path(_native.__file__).name}, {format_bytes(Path(_native.__file__).stat().st_size)}"
+    available = _native.available_isas()
+    missing = [isa for isa in _native.known_isas() if isa not in available]
+    return ", ".join(available) + (f" (this CPU cannot run {', '.join(missing)})" if missing else "")
 
 
 def _cache_line() -> str:
