@@ -47,8 +47,8 @@ def text_of(raw: bytes, stream: bool) -> list[str]:
 def test_mixed_load(tmp_path: Path) -> None:
     """C032, C169, C170 together, in a pool so small that preemptions happen."""
     rng = random.Random(7)
-    with live_server(tmp_path, num_blocks=48, max_num_seqs=16, max_num_batched_tokens=64) as live:
-        live.model.delay = 0.0005
+    with live_server(tmp_path, num_blocks=32, max_num_seqs=16, max_num_batched_tokens=64) as live:
+        live.model.gate.clear()  # until a crowd has come
         jobs = []
         for i in range(200):
             n = rng.choice((1, 1, 1, 3))
@@ -67,7 +67,13 @@ def test_mixed_load(tmp_path: Path) -> None:
                 async with gate:
                     return await ask(live, "/v1/completions", body, leave)
 
-            return await asyncio.gather(*(one(body, leave) for body, leave, _ in jobs))
+            async def open_the_gate() -> None:
+                while live.client.num_open < 30:
+                    await asyncio.sleep(0.001)
+                live.model.gate.set()
+
+            _, *answers = await asyncio.gather(open_the_gate(), *(one(body, leave) for body, leave, _ in jobs))
+            return answers
 
         for raw, (body, leave, expected) in zip(asyncio.run(everyone()), jobs, strict=True):
             if not leave:
