@@ -51,12 +51,11 @@ class Counters:
 class _Draft:
     """A step while it is being planned: rows in order, and the tokens that may still be given out."""
 
-    __slots__ = ("budget", "preempted", "rows")
+    __slots__ = ("budget", "rows")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.rows: dict[Sequence, PlanRow] = {}
-        self.preempted = False
 
     def add(self, seq: Sequence, row: PlanRow) -> None:
         self.rows[seq] = row
@@ -66,7 +65,6 @@ class _Draft:
         row = self.rows.pop(seq, None)
         if row is not None:
             self.budget += len(row.token_ids)
-        self.preempted = True
 
 
 class Scheduler:
@@ -151,8 +149,7 @@ class Scheduler:
         assert not self._in_flight, "plan() before the previous plan was committed"
         draft = _Draft(self.config.max_num_batched_tokens)
         self._plan_running(draft)
-        if not draft.preempted:
-            self._admit(draft, now)
+        self._admit(draft, now)
         assert draft.rows or not (self.running or self.waiting), "work is waiting, but nothing was planned"
         self._in_flight = tuple(draft.rows)
         return StepPlan(tuple(draft.rows.values()))
@@ -161,18 +158,17 @@ class Scheduler:
         """Sequences that need one token first, so that long prompts never hold up a running answer."""
         behind = []
         for seq in tuple(self.running):
-            if seq.status is not _RUNNING:
-                continue  # preempted a moment ago, for one before it
             if len(seq.token_ids) - seq.num_computed == 1:
                 self._advance(seq, draft)
             else:
                 behind.append(seq)
         for seq in behind:
-            if seq.status is _RUNNING:
-                self._advance(seq, draft)
+            self._advance(seq, draft)
 
     def _advance(self, seq: Sequence, draft: _Draft) -> None:
         """Give `seq` as many tokens as the budget has; preempt from the back of the line for its blocks."""
+        if seq.status is not _RUNNING:
+            return  # preempted a moment ago, for one before it in line
         end = min(len(seq.token_ids), seq.num_computed + draft.budget)
         if end <= seq.num_computed:
             return
@@ -226,16 +222,16 @@ class Scheduler:
     def _has_room(self, seq: Sequence, hits: list[int]) -> bool:
         """Is there a place, and are there free blocks for all known tokens?
 
-        All, not only those of the first chunk, and on top of what running sequences still need to
-        catch up, and one to spare: otherwise admitting one soon preempts another, and they thrash.
+        All, not only those of the first chunk, and one to spare where others run: otherwise admitting
+        one soon preempts another, and they thrash. Running sequences that have not caught up need no
+        reserve here, because while there are any they leave no budget to admit others.
         """
         if len(self.running) >= self.config.max_num_seqs:
             return False
         pool = self.tables.pool
-        reserved = sum(max(0, self.tables.num_missing(s, s.num_known)) for s in self.running)
         spare = 1 if self.running else 0
         needed = self.tables.num_missing(seq, seq.num_known) - len(hits)
-        return needed + spare + reserved <= pool.num_free - pool.num_free_of(hits)
+        return needed + spare <= pool.num_free - pool.num_free_of(hits)
 
     def _displace_for(self, seq: Sequence, hits: list[int], draft: _Draft) -> bool:
         """Preempt running sequences that come after `seq` in line, if that makes room for it.
@@ -266,10 +262,9 @@ class Scheduler:
                 counters.query_tokens += seq.num_prompt
             counters.queue_seconds += max(0.0, now - seq.request.arrival)
 
-    def _preempt(self, seq: Sequence, draft: _Draft | None = None) -> None:
+    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
         """Take the blocks of `seq` away; it waits and later recomputes (or hits) what it had."""
-        if draft is not None:
-            draft.drop(seq)
+        draft.drop(seq)
         self.running.remove(seq)
         self.tables.free(seq)
         seq.status = SequenceStatus.WAITING
@@ -340,15 +335,14 @@ class Scheduler:
         )
 
     def _reason_to_stop(self, seq: Sequence, token_id: int) -> FinishReason | None:
-        """Stop wins over length on the same token."""
+        """Stop wins over length on the same token. Before `min_tokens` no stop can be drawn: see `_row`."""
         request = seq.request
         num_generated = len(seq.token_ids) - seq.num_prompt
-        if num_generated > request.params.min_tokens:
-            if token_id in request.eos_token_ids and not request.params.ignore_eos:
-                return FinishReason.STOP
-            if token_id in request.params.stop_token_ids:
-                seq.stop_reason = token_id
-                return FinishReason.STOP
+        if token_id in request.eos_token_ids and not request.params.ignore_eos:
+            return FinishReason.STOP
+        if token_id in request.params.stop_token_ids:
+            seq.stop_reason = token_id
+            return FinishReason.STOP
         if num_generated >= request.max_tokens or len(seq.token_ids) >= self._max_known:
             return FinishReason.LENGTH
         return None
@@ -358,8 +352,8 @@ class Scheduler:
     def fail_in_flight(self, message: str) -> list[OutputEvent]:
         """A step failed: end the requests in it (all, if none was planned) and start from clean KV books.
 
-        What a failed step left in the KV blocks is unknown, so nothing cached survives and everyone
-        else recomputes.
+        What a failed step left in the KV blocks is unknown, so nothing cached survives; sequences
+        that ran without a place in this step stay, with nothing computed.
         """
         live = {s.request.request_id: s for s in (self._in_flight or [*self.running, *self.waiting])}
         self._in_flight = ()
@@ -369,8 +363,6 @@ class Scheduler:
                 if not seq.finished:
                     self._finish(seq, FinishReason.ERROR)
                     self._pending.append(_terminal_event(seq, message))
-        while self.running:
-            self._preempt(self.running[-1])
         return self.take_pending()
 
 

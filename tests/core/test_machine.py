@@ -6,7 +6,7 @@ from functools import cache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.run import Driver, check_books, check_idle
+from support.run import Driver, check_books, check_idle, preempt_last
 from support.script_backend import HashBackend
 
 from octavo.errors import NeverFitsError, QueueFullError
@@ -105,8 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.driver.engine.scheduler.running) > 1)
     @rule()
     def preempt(self):
-        scheduler = self.driver.engine.scheduler
-        scheduler._preempt(scheduler.running[-1])
+        preempt_last(self.driver.engine)
 
     @rule()
     def evict(self):

@@ -170,8 +170,10 @@ def test_a_failed_step_leaves_nothing_findable():
 
 
 def test_a_failed_row_leaves_none_of_its_blocks_findable():
-    driver = Driver(HashBackend(row_error=lambda row: "logits are NaN" if row.sample else None))
-    driver.ask(prompt(40), GREEDY)
+    """What made the row fail may already be in KV that an earlier step wrote."""
+    driver = Driver(HashBackend(row_error=lambda row: "logits are NaN" if row.start == 42 else None))
+    outcome = driver.ask(prompt(40), SamplingParams(temperature=0, max_tokens=9))
+    assert (len(outcome.token_ids), outcome.error) == (3, "logits are NaN")
     assert driver.engine.stats().num_cached_blocks == 0
 
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.run import Driver, check_books
+from support.run import Driver, preempt_last
 from support.script_backend import HashBackend
 
 from octavo.errors import ConfigError, NeverFitsError
@@ -147,6 +147,18 @@ def test_admission_covers_the_whole_prompt_and_what_others_still_need():
     assert driver.num_steps == 2 * (6 + 3)
 
 
+def test_one_block_is_left_to_spare():
+    """A holds 3 of 4 blocks. B would just fit, and would be preempted as soon as A needs its fourth."""
+    driver = Driver(num_blocks=4)
+    first = driver.add(prompt(47), greedy(10))
+    second = driver.add(prompt(10, 1), greedy(2))
+    while not driver.outcomes[first, 0].finish_reason:
+        driver.step()
+        assert not driver.outcomes[second, 0].token_ids
+    driver.run()
+    assert driver.engine.stats().num_preemptions == 0
+
+
 def test_twenty_large_requests_make_progress():
     """C116: bounded steps and preemptions, and the first in line is never preempted."""
     driver = Driver(num_blocks=10, max_num_batched_tokens=16)
@@ -170,11 +182,8 @@ def test_twenty_large_requests_make_progress():
 
 
 def force_preemption(driver):
-    """Preempt all that run, the last in line first; as if blocks had run out."""
-    scheduler = driver.engine.scheduler
-    while scheduler.running:
-        scheduler._preempt(scheduler.running[-1])
-    check_books(driver.engine)
+    while driver.engine.scheduler.running:
+        preempt_last(driver.engine)
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -233,6 +242,21 @@ def test_a_small_pool_changes_nothing(params):
         assert driver.outcomes[request_id, 0].answer == solo.answer
 
 
+def test_one_that_still_catches_up_gives_way_within_the_step():
+    """Step 3: three answers each need a block, two are free, the long prompt that has its turn later goes."""
+    driver = Driver(num_blocks=8, max_num_batched_tokens=48)
+    short = [driver.add(prompt(15, i), greedy(6)) for i in range(3)]
+    long = driver.add(prompt(60, 9), greedy(6))
+    for _ in range(3):
+        driver.step()
+    assert [row.num_tokens for row in driver.engine.backend.trace[2]] == [1, 1, 1]
+    assert driver.engine.stats().num_preemptions == 1
+    driver.run()
+    for i, request_id in enumerate(short):
+        assert driver.outcomes[request_id, 0].answer == Driver().ask(prompt(15, i), greedy(6)).answer
+    assert driver.outcomes[long, 0].answer == Driver().ask(prompt(60, 9), greedy(6)).answer
+
+
 def test_preemption_is_logged_now_and_then(caplog):
     driver = Driver()
     with caplog.at_level(logging.WARNING, logger="octavo.scheduler"):
@@ -288,6 +312,15 @@ def test_prompt_logprobs_over_preemption(when, caching):
     assert outcome.answer == scores(Driver(), params=params).answer
 
 
+def test_prompt_logprobs_over_preemption_with_other_chunk_borders():
+    """Chunks of 15 beside an answer, then of 16 without it: the chunk that straddles scores some twice."""
+    driver = Driver(max_num_batched_tokens=16, enable_prefix_caching=False)
+    driver.add(prompt(1, 5), greedy(4))
+    outcome = scores(driver, each=lambda: driver.num_steps == 4 and force_preemption(driver))
+    assert driver.engine.backend.trace[3][1].start == 45
+    assert outcome.answer == scores(Driver()).answer
+
+
 def test_prompt_logprobs_come_with_the_first_sample_only():
     driver = Driver()
     driver.add(prompt(40), SamplingParams(n=3, max_tokens=2, seed=0, prompt_logprobs=0), request_id="n")
@@ -336,6 +369,17 @@ def test_a_higher_priority_displaces_a_lower_one():
     assert order_of_finish(driver, [*low, high]) == [high, *low]
     assert driver.engine.stats().num_preemptions == 1
     assert driver.outcomes[low[1], 0].token_ids == Driver().ask(prompt(20, 1), greedy(20)).token_ids
+
+
+def test_the_budget_of_one_displaced_goes_to_the_one_before_it():
+    driver = Driver(max_num_seqs=2, max_num_batched_tokens=8, scheduling_policy="priority")
+    for i in range(2):
+        driver.add(prompt(3, i), greedy(20), priority=1)
+    driver.step()
+    driver.add(prompt(20, 9), greedy(5), priority=0)
+    driver.step()
+    assert [row.num_tokens for row in driver.engine.backend.trace[1]] == [1, 7]
+    driver.run()
 
 
 def test_nothing_is_displaced_in_vain():

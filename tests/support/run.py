@@ -13,6 +13,7 @@ from octavo.engine import Engine
 from octavo.events import OutputEvent
 from octavo.plan import TokenLogprobs
 from octavo.request import FinishReason, SamplingParams
+from octavo.scheduler import _Draft
 from support.script_backend import HashBackend, SlotBackend
 
 
@@ -122,3 +123,9 @@ def check_idle(engine: Engine) -> None:
     assert not scheduler.running and not scheduler.waiting and not scheduler.requests
     assert scheduler.tables.pool.num_free == engine.config.num_blocks
     assert not engine.has_unfinished
+
+
+def preempt_last(engine: Engine) -> None:
+    """Preempt the last in line between two steps, as if blocks had run out."""
+    engine.scheduler._preempt(engine.scheduler.running[-1], _Draft(0))
+    check_books(engine)
