@@ -352,8 +352,8 @@ class Scheduler:
     def fail_in_flight(self, message: str) -> list[OutputEvent]:
         """A step failed: end the requests in it (all, if none was planned) and start from clean KV books.
 
-        What a failed step left in the KV blocks is unknown, so nothing cached survives; sequences
-        that ran without a place in this step stay, with nothing computed.
+        What a failed step left in the KV blocks is unknown, so nothing cached survives. All that run
+        have a row in every step (one is admitted only while budget is left), so only the waiting go on.
         """
         live = {s.request.request_id: s for s in (self._in_flight or [*self.running, *self.waiting])}
         self._in_flight = ()

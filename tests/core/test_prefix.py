@@ -169,6 +169,12 @@ def test_a_failed_step_leaves_nothing_findable():
     assert warm.token_ids == Driver().ask(prompt(400), GREEDY).token_ids
 
 
+def test_a_failed_step_also_clears_what_others_had_cached():
+    driver = Driver(HashBackend(fail_steps={6}))
+    assert [driver.ask(prompt(40), GREEDY).num_cached for _ in range(2)] == [0, 32]  # fails in its third step
+    assert driver.ask(prompt(40), GREEDY).num_cached == 0
+
+
 def test_a_failed_row_leaves_none_of_its_blocks_findable():
     """What made the row fail may already be in KV that an earlier step wrote."""
     driver = Driver(HashBackend(row_error=lambda row: "logits are NaN" if row.start == 42 else None))

@@ -114,6 +114,7 @@ def check_books(engine: Engine) -> None:
         assert 0 <= seq.num_computed <= seq.num_known
         assert seq.num_registered <= seq.num_computed // engine.config.block_size
         assert len(seq.block_ids) == -(-seq.num_computed // engine.config.block_size)
+    assert len(scheduler.running) <= engine.config.max_num_batched_tokens  # so each has a row in every step
     assert all(not s.block_ids and s.num_computed == 0 for s in scheduler.waiting)
 
 
