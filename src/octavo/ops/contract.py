@@ -103,7 +103,7 @@ class Op:
 
     `example(rng, rows, width)` makes keyword inputs; `reference(**inputs)` is the right result in
     float64; `tolerance(inputs, rounding)` bounds |result - reference| element by element, derived from the
-    arithmetic, where `rounding` is the relative rounding error of activations in matrix products (2^-9 for
+    arithmetic, where `rounding` is the relative rounding error of activations in matrix products (2^-8 for
     bf16, 0 for float32); `cost(inputs)` counts the work.
     """
 
