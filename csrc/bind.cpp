@@ -60,8 +60,20 @@ nb::ndarray<nb::numpy, T> make_array(std::vector<T>&& values, std::vector<size_t
 
 // Columns of the `ints` array of a step's samples, in order.
 enum SampleColumn {
-  kTopK, kSampleIndex, kPosition, kNumLogprobs, kDraw, kTarget,
-  kPromptStart, kPromptLen, kOutputStart, kOutputLen, kBannedStart, kBannedLen, kBiasStart, kBiasLen,
+  kTopK,
+  kSampleIndex,
+  kPosition,
+  kNumLogprobs,
+  kDraw,
+  kTarget,
+  kPromptStart,
+  kPromptLen,
+  kOutputStart,
+  kOutputLen,
+  kBannedStart,
+  kBannedLen,
+  kBiasStart,
+  kBiasLen,
   kSampleColumns
 };
 
@@ -91,7 +103,8 @@ void check_rows(const Program& p, const StepArrays& s) {
   for (int r = 0; r < num_rows; ++r) {
     require(s.row_start(r) < s.row_start(r + 1) && s.table_start(r) <= s.table_start(r + 1), "rows must not be empty");
     for (int t = s.row_start(r); t < s.row_start(r + 1); ++t)
-      require(s.positions(t) == s.positions(s.row_start(r)) + t - s.row_start(r), "positions of a row must be consecutive");
+      require(s.positions(t) == s.positions(s.row_start(r)) + t - s.row_start(r),
+              "positions of a row must be consecutive");
     require(s.positions(s.row_start(r + 1) - 1) / kBlockTokens < s.table_start(r + 1) - s.table_start(r),
             "a block table is too short for its row");
   }
@@ -151,8 +164,8 @@ nb::tuple execute(Program& p, int vocab_size, Array1<int32_t> token_ids, Array1<
                   Array1<int32_t> row_start, Array1<int32_t> table_start, Array1<int32_t> block_ids,
                   Array2<int32_t> copies, Array1<int32_t> output_tokens, Array2<float> floats, Array2<int32_t> ints,
                   Array1<uint64_t> seeds, Array1<int32_t> ids, Array1<float> bias_values) {
-  const StepArrays s{token_ids, positions, row_start, table_start, block_ids, copies,
-                     output_tokens, floats, ints, seeds, ids, bias_values};
+  const StepArrays s{token_ids,     positions, row_start, table_start, block_ids, copies,
+                     output_tokens, floats,    ints,      seeds,       ids,       bias_values};
   check_rows(p, s);
   int top_stride = 0;
   const std::vector<SampleRow> samples = make_samples(s, (int)token_ids.size(), vocab_size, &top_stride);
@@ -160,9 +173,22 @@ nb::tuple execute(Program& p, int vocab_size, Array1<int32_t> token_ids, Array1<
   std::vector<SampleOut> results(n);
   std::vector<int32_t> top_ids(n * top_stride, -1);
   std::vector<float> top_logprobs(n * top_stride);
-  StepInput in{(int)token_ids.size(), token_ids.data(), positions.data(), (int)row_start.size() - 1, row_start.data(),
-               table_start.data(), block_ids.data(), (int)copies.shape(0), copies.data(), (int)n, output_tokens.data(),
-               samples.data(), top_stride, results.data(), top_ids.data(), top_logprobs.data()};
+  StepInput in{(int)token_ids.size(),
+               token_ids.data(),
+               positions.data(),
+               (int)row_start.size() - 1,
+               row_start.data(),
+               table_start.data(),
+               block_ids.data(),
+               (int)copies.shape(0),
+               copies.data(),
+               (int)n,
+               output_tokens.data(),
+               samples.data(),
+               top_stride,
+               results.data(),
+               top_ids.data(),
+               top_logprobs.data()};
   {
     nb::gil_scoped_release release;
     p.execute(in);
@@ -220,7 +246,8 @@ void bind_program(nb::module_& m) {
            })
       .def("set_rope",
            [](Program& p, Array2<float> cos, Array2<float> sin) {
-             require(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1) && cos.shape(0) > 0, "cos and sin must match");
+             require(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1) && cos.shape(0) > 0,
+                     "cos and sin must match");
              p.set_rope(cos.data(), sin.data(), (int)cos.shape(0), (int)cos.shape(1));
            })
       .def("set_kv_shape",
@@ -228,18 +255,18 @@ void bind_program(nb::module_& m) {
              require(layers > 0 && heads > 0 && head_dim > 0, "the KV shape must be positive");
              p.set_kv_shape({layers, heads, head_dim, wide});
            })
-      .def("allocate_kv",
-           [](Program& p, int num_blocks, bool poison) {
-             require(num_blocks > 0, "the pool needs at least one block");
-             p.allocate_kv(num_blocks, poison);
-           },
-           "num_blocks"_a, "poison"_a = false)
+      .def(
+          "allocate_kv",
+          [](Program& p, int num_blocks, bool poison) {
+            require(num_blocks > 0, "the pool needs at least one block");
+            p.allocate_kv(num_blocks, poison);
+          },
+          "num_blocks"_a, "poison"_a = false)
       .def("embedding", [](Program& p, int table, PyView out) { p.embedding(table, to_view(out)); })
-      .def("rms_norm", [](Program& p, PyView x, int w, float eps, PyView out) { p.rms_norm(to_view(x), w, eps, to_view(out)); })
-      .def("add_rms_norm",
-           [](Program& p, PyView x, PyView delta, int w, float eps, PyView out) {
-             p.add_rms_norm(to_view(x), to_view(delta), w, eps, to_view(out));
-           })
+      .def("rms_norm",
+           [](Program& p, PyView x, int w, float eps, PyView out) { p.rms_norm(to_view(x), w, eps, to_view(out)); })
+      .def("add_rms_norm", [](Program& p, PyView x, PyView delta, int w, float eps,
+                              PyView out) { p.add_rms_norm(to_view(x), to_view(delta), w, eps, to_view(out)); })
       .def("add", [](Program& p, PyView x, PyView delta) { p.add(to_view(x), to_view(delta)); })
       .def("linear",
            [](Program& p, PyView x, const std::vector<std::pair<int, int>>& parts, int bias, PyView out) {
@@ -247,13 +274,15 @@ void bind_program(nb::module_& m) {
              for (auto [matrix, column] : parts) list.push_back({matrix, column});
              p.linear(to_view(x), std::move(list), bias, to_view(out));
            })
-      .def("head_norm", [](Program& p, PyView x, int head_dim, int w, float eps) { p.head_norm(to_view(x), head_dim, w, eps); })
+      .def("head_norm",
+           [](Program& p, PyView x, int head_dim, int w, float eps) { p.head_norm(to_view(x), head_dim, w, eps); })
       .def("rope", [](Program& p, PyView x, int head_dim) { p.rope(to_view(x), head_dim); })
       .def("attention",
            [](Program& p, PyView q, PyView k, PyView v, int layer, int window, float scale, PyView out) {
              p.attention(to_view(q), to_view(k), to_view(v), layer, window, scale, to_view(out));
            })
-      .def("silu_mul", [](Program& p, PyView gate, PyView up, PyView out) { p.silu_mul(to_view(gate), to_view(up), to_view(out)); })
+      .def("silu_mul",
+           [](Program& p, PyView gate, PyView up, PyView out) { p.silu_mul(to_view(gate), to_view(up), to_view(out)); })
       .def("gather", [](Program& p, PyView x, PyView out) { p.gather(to_view(x), to_view(out)); })
       .def("sample", [](Program& p, PyView logits) { p.sample(to_view(logits)); })
       .def("execute", &execute)
@@ -286,7 +315,8 @@ void bind_formats(nb::module_& m) {
         check_matrix(info, data, rows, cols);
         std::vector<float> out((size_t)rows * cols);
         const size_t row_bytes = (size_t)(cols / info.block_len) * info.block_bytes;
-        for (int r = 0; r < rows; ++r) unpack_row(info, data.data() + r * row_bytes, cols, out.data() + (size_t)r * cols);
+        for (int r = 0; r < rows; ++r)
+          unpack_row(info, data.data() + r * row_bytes, cols, out.data() + (size_t)r * cols);
         return make_array(std::move(out), {(size_t)rows, (size_t)cols});
       },
       "format"_a, "data"_a, "rows"_a, "cols"_a, "Floats of a matrix as stored in a checkpoint: float32 [rows][cols].");
@@ -318,15 +348,21 @@ NB_MODULE(_native, m) {
   octavo::bind_formats(m);
   octavo::bind_program(m);
   octavo::bind_sampler(m);
-  m.def("known_isas", [] {
-    std::vector<std::string> names;
-    for (const char* const* isa = octavo::known_isas(); *isa != nullptr; ++isa) names.push_back(*isa);
-    return names;
-  }, "Instruction sets that kernels exist for, from the most portable to the fastest.");
-  m.def("available_isas", [] {
-    std::vector<std::string> names;
-    for (const char* const* isa = octavo::known_isas(); *isa != nullptr; ++isa)
-      if (octavo::kernels_for(*isa) != nullptr) names.push_back(*isa);
-    return names;
-  }, "Those of known_isas() that this machine can run.");
+  m.def(
+      "known_isas",
+      [] {
+        std::vector<std::string> names;
+        for (const char* const* isa = octavo::known_isas(); *isa != nullptr; ++isa) names.push_back(*isa);
+        return names;
+      },
+      "Instruction sets that kernels exist for, from the most portable to the fastest.");
+  m.def(
+      "available_isas",
+      [] {
+        std::vector<std::string> names;
+        for (const char* const* isa = octavo::known_isas(); *isa != nullptr; ++isa)
+          if (octavo::kernels_for(*isa) != nullptr) names.push_back(*isa);
+        return names;
+      },
+      "Those of known_isas() that this machine can run.");
 }

@@ -22,7 +22,9 @@ namespace {
 // From the most portable to the fastest. __builtin_cpu_supports also checks that the system saves the registers.
 const char* const kIsas[] = {"scalar", "avx2", "avx512", "avx512_bf16", nullptr};
 
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

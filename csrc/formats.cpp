@@ -44,7 +44,8 @@ float half_value(uint16_t h) {
   if (exponent == 0) {
     value = (float)mantissa * 5.9604644775390625e-8f;  // 2^-24: subnormal or zero
   } else {
-    const uint32_t bits = exponent == 31 ? (0x7f800000u | (mantissa << 13)) : ((exponent + 112u) << 23 | mantissa << 13);
+    const uint32_t bits =
+        exponent == 31 ? (0x7f800000u | (mantissa << 13)) : ((exponent + 112u) << 23 | mantissa << 13);
     memcpy(&value, &bits, 4);
   }
   return (h & 0x8000u) ? -value : value;
@@ -148,17 +149,38 @@ void decode_block(Format format, const uint8_t* b, Decoded& d) {
   d.scale16 = load16(b);
   d.min16 = load16(b + 2);
   switch (format) {
-    case Format::Q4_0: decode_nibbles(b + 2, 8, d); break;
-    case Format::Q4_1: decode_nibbles(b + 4, 0, d); break;
-    case Format::Q5_0: decode_five_bits(b + 2, b + 6, 16, d); break;
-    case Format::Q5_1: decode_five_bits(b + 4, b + 8, 0, d); break;
-    case Format::Q8_0: memcpy(d.q, b + 2, 32); break;
-    case Format::Q2_K: decode_q2k(b, d); break;
-    case Format::Q3_K: decode_q3k(b, d); break;
-    case Format::Q4_K: decode_k45(b, false, d); break;
-    case Format::Q5_K: decode_k45(b, true, d); break;
-    case Format::Q6_K: decode_q6k(b, d); break;
-    default: break;
+    case Format::Q4_0:
+      decode_nibbles(b + 2, 8, d);
+      break;
+    case Format::Q4_1:
+      decode_nibbles(b + 4, 0, d);
+      break;
+    case Format::Q5_0:
+      decode_five_bits(b + 2, b + 6, 16, d);
+      break;
+    case Format::Q5_1:
+      decode_five_bits(b + 4, b + 8, 0, d);
+      break;
+    case Format::Q8_0:
+      memcpy(d.q, b + 2, 32);
+      break;
+    case Format::Q2_K:
+      decode_q2k(b, d);
+      break;
+    case Format::Q3_K:
+      decode_q3k(b, d);
+      break;
+    case Format::Q4_K:
+      decode_k45(b, false, d);
+      break;
+    case Format::Q5_K:
+      decode_k45(b, true, d);
+      break;
+    case Format::Q6_K:
+      decode_q6k(b, d);
+      break;
+    default:
+      break;
   }
 }
 

@@ -10,19 +10,30 @@ namespace octavo {
 
 // Formats of checkpoints; numbers are GGUF type ids.
 enum class Format : int32_t {
-  F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
-  Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30,
+  F32 = 0,
+  F16 = 1,
+  Q4_0 = 2,
+  Q4_1 = 3,
+  Q5_0 = 6,
+  Q5_1 = 7,
+  Q8_0 = 8,
+  Q2_K = 10,
+  Q3_K = 11,
+  Q4_K = 12,
+  Q5_K = 13,
+  Q6_K = 14,
+  BF16 = 30,
 };
 
 struct FormatInfo {
   const char* name;
   Format format;
-  int block_len;    // weights in a block
-  int block_bytes;  // bytes of a block
-  int group;        // consecutive weights that share one scale (quantised formats), else 0
-  bool has_min;     // w = scale * q + min, else w = scale * q
-  bool half_scales; // scale (and min) are half floats in the file and stay so in the packed form
-  bool nibbles;     // q fits in 4 bits
+  int block_len;     // weights in a block
+  int block_bytes;   // bytes of a block
+  int group;         // consecutive weights that share one scale (quantised formats), else 0
+  bool has_min;      // w = scale * q + min, else w = scale * q
+  bool half_scales;  // scale (and min) are half floats in the file and stay so in the packed form
+  bool nibbles;      // q fits in 4 bits
 };
 
 // Null where the name is unknown.
@@ -39,12 +50,12 @@ enum class Form : int32_t { kF32, kF16, kBF16, kQ8, kQ4 };
 
 struct PackedMatrix {
   Form form;
-  int n = 0;        // output columns
-  int k = 0;        // reduction length
-  int panels = 0;   // ceil(n / 16)
-  int group = 32;   // weights per scale
-  int groups = 0;   // per column
-  int zero = 0;     // kQ4: value of nibble 0 is -zero
+  int n = 0;       // output columns
+  int k = 0;       // reduction length
+  int panels = 0;  // ceil(n / 16)
+  int group = 32;  // weights per scale
+  int groups = 0;  // per column
+  int zero = 0;    // kQ4: value of nibble 0 is -zero
   bool has_min = false;
   bool half_scales = false;
   size_t panel_bytes = 0;
@@ -55,7 +66,9 @@ struct PackedMatrix {
   const uint8_t* panel(int p) const { return data.get() + (size_t)p * panel_bytes; }
   size_t scale_bytes() const { return half_scales ? 2 : 4; }
   const uint8_t* panel_scales(int p) const { return scales.get() + (size_t)p * groups * 16 * scale_bytes(); }
-  const uint8_t* panel_mins(int p) const { return has_min ? mins.get() + (size_t)p * groups * 16 * scale_bytes() : nullptr; }
+  const uint8_t* panel_mins(int p) const {
+    return has_min ? mins.get() + (size_t)p * groups * 16 * scale_bytes() : nullptr;
+  }
   size_t bytes() const {
     return (size_t)panels * (panel_bytes + (size_t)groups * 16 * scale_bytes() * (has_min ? 2 : 1));
   }

@@ -12,8 +12,9 @@
 
 namespace octavo {
 
-const char* const kOpNames[(int)OpCode::kCount] = {"embedding", "rms_norm", "add_rms_norm", "add", "linear", "head_norm",
-                                                   "rope", "attention", "silu_mul", "gather", "sample"};
+const char* const kOpNames[(int)OpCode::kCount] = {"embedding", "rms_norm",  "add_rms_norm", "add",
+                                                   "linear",    "head_norm", "rope",         "attention",
+                                                   "silu_mul",  "gather",    "sample"};
 
 namespace {
 
@@ -32,8 +33,12 @@ void free_memory(void* p) { free(p); }
 }  // namespace
 
 Program::Program(const Kernels* kernels, int num_threads, int max_tokens, int max_outputs)
-    : kernels_(kernels), pool_(num_threads), max_tokens_(max_tokens), max_outputs_(max_outputs),
-      output_rows_(std::min(kOutputRows, max_outputs)), scratch_(num_threads) {}
+    : kernels_(kernels),
+      pool_(num_threads),
+      max_tokens_(max_tokens),
+      max_outputs_(max_outputs),
+      output_rows_(std::min(kOutputRows, max_outputs)),
+      scratch_(num_threads) {}
 
 Program::~Program() {
   if (kv_memory_ != nullptr) munmap(kv_memory_, kv_memory_bytes_);
@@ -135,7 +140,8 @@ static void require(bool ok, const char* message) {
 
 void Program::embedding(int table, View out) {
   check(out, "embedding");
-  require(table >= 0 && table < (int)tables_.size() && tables_[table].width == out.width, "embedding: table does not match");
+  require(table >= 0 && table < (int)tables_.size() && tables_[table].width == out.width,
+          "embedding: table does not match");
   Op& op = append(OpCode::kEmbedding);
   op.index = table;
   op.out = out;
@@ -205,7 +211,8 @@ void Program::head_norm(View x, int head_dim, int weight, float eps) {
 
 void Program::rope(View x, int head_dim) {
   check(x, "rope");
-  require(head_dim > 0 && head_dim == 2 * rope_half_ && x.width % head_dim == 0, "rope: head_dim does not match the table");
+  require(head_dim > 0 && head_dim == 2 * rope_half_ && x.width % head_dim == 0,
+          "rope: head_dim does not match the table");
   Op& op = append(OpCode::kRope);
   op.a = x;
   op.size = head_dim;
@@ -308,7 +315,8 @@ void Program::execute(const StepInput& in) {
   };
   for (int i = 0; i < split; ++i) timed(ops_[i], in.num_tokens, 0);
   for (int first = 0; first < in.num_outputs; first += output_rows_)
-    for (int i = split; i < (int)ops_.size(); ++i) timed(ops_[i], std::min(output_rows_, in.num_outputs - first), first);
+    for (int i = split; i < (int)ops_.size(); ++i)
+      timed(ops_[i], std::min(output_rows_, in.num_outputs - first), first);
 }
 
 void Program::run(const Op& op, const StepInput& in, int rows, int first_output) {
@@ -334,7 +342,9 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
     case OpCode::kAdd:
       for_rows(rows, op.a.width, [&](int r, int) { k.add(at(op.a, r), at(op.b, r), op.a.width); });
       break;
-    case OpCode::kLinear: run_linear(op, rows); break;
+    case OpCode::kLinear:
+      run_linear(op, rows);
+      break;
     case OpCode::kHeadNorm:
       for_rows(rows, op.a.width, [&](int r, int) {
         for (int h = 0; h < op.a.width; h += op.size)
@@ -347,16 +357,22 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
         k.rope(at(op.a, r), op.a.width / op.size, op.size, cos_.data() + angle, sin_.data() + angle);
       });
       break;
-    case OpCode::kAttention: run_attention(op, in); break;
+    case OpCode::kAttention:
+      run_attention(op, in);
+      break;
     case OpCode::kSiluMul:
-      for_rows(rows, 4 * op.a.width, [&](int r, int) { k.silu_mul(at(op.a, r), at(op.b, r), op.a.width, at(op.out, r)); });
+      for_rows(rows, 4 * op.a.width,
+               [&](int r, int) { k.silu_mul(at(op.a, r), at(op.b, r), op.a.width, at(op.out, r)); });
       break;
     case OpCode::kGather:
       for (int r = 0; r < rows; ++r)
         memcpy(at(op.out, r), at(op.a, in.output_tokens[first_output + r]), (size_t)op.a.width * 4);
       break;
-    case OpCode::kSample: run_sample(op, in, rows, first_output); break;
-    case OpCode::kCount: break;
+    case OpCode::kSample:
+      run_sample(op, in, rows, first_output);
+      break;
+    case OpCode::kCount:
+      break;
   }
 }
 
@@ -389,9 +405,17 @@ void Program::run_linear(const Op& op, int rows) {
         continue;
       }
       View out{op.out.buffer, op.out.offset + p.column, m.n};
-      const LinearArgs args{&m, op.bias >= 0 ? vectors_[op.bias].data() + p.column : nullptr,
-                            at(op.a, 0), stride(op.a), prepared_.data(), padded, sums_.data(), padded / 16,
-                            at(out, 0), stride(out), rows};
+      const LinearArgs args{&m,
+                            op.bias >= 0 ? vectors_[op.bias].data() + p.column : nullptr,
+                            at(op.a, 0),
+                            stride(op.a),
+                            prepared_.data(),
+                            padded,
+                            sums_.data(),
+                            padded / 16,
+                            at(out, 0),
+                            stride(out),
+                            rows};
       k.linear(args, (int)item * step, std::min(m.panels, (int)(item + 1) * step), scratch_[thread].data());
       return;
     }
@@ -407,7 +431,8 @@ void Program::run_attention(const Op& op, const StepInput& in) {
     for (int t = in.row_start[row]; t < in.row_start[row + 1]; ++t) {
       const int block = table[in.positions[t] / kBlockTokens], offset = in.positions[t] % kBlockTokens;
       for (int h = 0; h < kv_.heads; ++h)
-        k.store_kv(at(op.b, t) + h * head_dim, at(op.c, t) + h * head_dim, head_dim, kv_.wide, kv_at(op.index, block, h), offset);
+        k.store_kv(at(op.b, t) + h * head_dim, at(op.c, t) + h * head_dim, head_dim, kv_.wide,
+                   kv_at(op.index, block, h), offset);
     }
   };
   if (in.num_tokens < kParallelRows) {
@@ -419,10 +444,19 @@ void Program::run_attention(const Op& op, const StepInput& in) {
   pool_.run((int64_t)tiles_.size() * kv_.heads, [&](int64_t item, int thread) {
     const Tile& tile = tiles_[(size_t)(item / kv_.heads)];
     const int head = (int)(item % kv_.heads);
-    const AttentionTask task{at(op.a, tile.first_token) + head * group * head_dim, stride(op.a),
-                             at(op.out, tile.first_token) + head * group * head_dim, stride(op.out),
-                             kv_at(op.index, 0, head), block_stride, in.block_ids + in.table_start[tile.row],
-                             tile.num_tokens, group, tile.first_pos, op.size, head_dim, op.number};
+    const AttentionTask task{at(op.a, tile.first_token) + head * group * head_dim,
+                             stride(op.a),
+                             at(op.out, tile.first_token) + head * group * head_dim,
+                             stride(op.out),
+                             kv_at(op.index, 0, head),
+                             block_stride,
+                             in.block_ids + in.table_start[tile.row],
+                             tile.num_tokens,
+                             group,
+                             tile.first_pos,
+                             op.size,
+                             head_dim,
+                             op.number};
     k.attention(task, kv_.wide, scratch_[thread].data());
   });
 }

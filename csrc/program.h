@@ -31,15 +31,15 @@ struct LinearPart {
 // What one step is about; pointers are borrowed for the call.
 struct StepInput {
   int num_tokens;
-  const int32_t* token_ids;  // [num_tokens]
-  const int32_t* positions;  // [num_tokens]
-  int num_rows;              // sequences
+  const int32_t* token_ids;    // [num_tokens]
+  const int32_t* positions;    // [num_tokens]
+  int num_rows;                // sequences
   const int32_t* row_start;    // [num_rows + 1] first token of each
   const int32_t* table_start;  // [num_rows + 1] first entry of each in block_ids
   const int32_t* block_ids;
   int num_copies;
-  const int32_t* copies;  // [num_copies][2] block copied from, to
-  int num_outputs;        // rows of logits
+  const int32_t* copies;         // [num_copies][2] block copied from, to
+  int num_outputs;               // rows of logits
   const int32_t* output_tokens;  // [num_outputs] which token's hidden state each comes from
   const SampleRow* samples;      // [num_outputs]
   int top_stride;                // room for most probable tokens per row
@@ -49,7 +49,18 @@ struct StepInput {
 };
 
 enum class OpCode : int {
-  kEmbedding, kRmsNorm, kAddRmsNorm, kAdd, kLinear, kHeadNorm, kRope, kAttention, kSiluMul, kGather, kSample, kCount
+  kEmbedding,
+  kRmsNorm,
+  kAddRmsNorm,
+  kAdd,
+  kLinear,
+  kHeadNorm,
+  kRope,
+  kAttention,
+  kSiluMul,
+  kGather,
+  kSample,
+  kCount
 };
 extern const char* const kOpNames[(int)OpCode::kCount];
 
@@ -68,7 +79,8 @@ class Program {
   ThreadPool& pool() { return pool_; }
 
   int add_matrix(const FormatInfo& format, const uint8_t* data, int n, int k);
-  int add_table(const FormatInfo& format, const uint8_t* data, int rows, int width);  // embedding; data is kept, not copied
+  int add_table(const FormatInfo& format, const uint8_t* data, int rows,
+                int width);  // embedding; data is kept, not copied
   int add_vector(const float* data, int n);
   int add_buffer(int width, bool outputs);  // outputs: rows of logits, else rows of tokens
   void set_rope(const float* cos, const float* sin, int positions, int half_dim);
@@ -133,7 +145,9 @@ class Program {
   void check(const View& v, const char* what) const;
   void check_vector(int weight, int size, const char* what) const;
   Op& append(OpCode code);
-  float* at(const View& v, int64_t row) const { return buffers_[v.buffer].data.get() + row * buffers_[v.buffer].stride + v.offset; }
+  float* at(const View& v, int64_t row) const {
+    return buffers_[v.buffer].data.get() + row * buffers_[v.buffer].stride + v.offset;
+  }
   int64_t stride(const View& v) const { return buffers_[v.buffer].stride; }
   template <class F>
   void for_rows(int rows, int cost, const F& f);

@@ -139,7 +139,8 @@ static void attend_rows(const AttentionTask& t, const AttentionRows& rows, int r
   int column = 0;
   for (; column + kValueChunks * 16 <= padded; column += kValueChunks * 16)
     add_values<Cache, kRows, kValueChunks>(values, num_tokens, padded, column, scores, alpha, out);
-  for (; column < padded; column += 16) add_values<Cache, kRows, 1>(values, num_tokens, padded, column, scores, alpha, out);
+  for (; column < padded; column += 16)
+    add_values<Cache, kRows, 1>(values, num_tokens, padded, column, scores, alpha, out);
 }
 
 template <class Cache>
@@ -173,10 +174,17 @@ static void attend(const AttentionTask& t, float* scratch) {
     int row = 0;
     for (; row + 4 <= num_rows; row += 4) attend_rows<Cache, 4>(t, rows, row, piece, num_tokens, keys, values, scores);
     switch (num_rows - row) {
-      case 3: attend_rows<Cache, 3>(t, rows, row, piece, num_tokens, keys, values, scores); break;
-      case 2: attend_rows<Cache, 2>(t, rows, row, piece, num_tokens, keys, values, scores); break;
-      case 1: attend_rows<Cache, 1>(t, rows, row, piece, num_tokens, keys, values, scores); break;
-      default: break;
+      case 3:
+        attend_rows<Cache, 3>(t, rows, row, piece, num_tokens, keys, values, scores);
+        break;
+      case 2:
+        attend_rows<Cache, 2>(t, rows, row, piece, num_tokens, keys, values, scores);
+        break;
+      case 1:
+        attend_rows<Cache, 1>(t, rows, row, piece, num_tokens, keys, values, scores);
+        break;
+      default:
+        break;
     }
   }
   for (int r = 0; r < num_rows; ++r) {

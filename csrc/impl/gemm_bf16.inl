@@ -36,7 +36,9 @@ struct FromQ4 {
   const uint8_t* p;
   __m512i table, words;
   inline void fetch(int chunk) { words = _mm512_loadu_si512(p + (size_t)chunk * 64); }
-  inline __m512i pair(int, int j) const { return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, (unsigned)(4 * j)), table); }
+  inline __m512i pair(int, int j) const {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, (unsigned)(4 * j)), table);
+  }
 };
 struct FromQ8 {
   const uint8_t* p;
@@ -153,12 +155,23 @@ static void run_rows(const LinearArgs& a, int panel, Source (&source)[kPanels]) 
   if constexpr (kPanels <= 2)
     for (; row + kTileRows <= a.rows; row += kTileRows) run_tile<6, kPanels>(a, row, panel, source);
   switch (a.rows - row) {
-    case 5: if constexpr (kPanels <= 2) run_tile<5, kPanels>(a, row, panel, source); break;
-    case 4: if constexpr (kPanels <= 2) run_tile<4, kPanels>(a, row, panel, source); break;
-    case 3: if constexpr (kPanels <= 2) run_tile<3, kPanels>(a, row, panel, source); break;
-    case 2: run_tile<2, kPanels>(a, row, panel, source); break;
-    case 1: run_tile<1, kPanels>(a, row, panel, source); break;
-    default: break;
+    case 5:
+      if constexpr (kPanels <= 2) run_tile<5, kPanels>(a, row, panel, source);
+      break;
+    case 4:
+      if constexpr (kPanels <= 2) run_tile<4, kPanels>(a, row, panel, source);
+      break;
+    case 3:
+      if constexpr (kPanels <= 2) run_tile<3, kPanels>(a, row, panel, source);
+      break;
+    case 2:
+      run_tile<2, kPanels>(a, row, panel, source);
+      break;
+    case 1:
+      run_tile<1, kPanels>(a, row, panel, source);
+      break;
+    default:
+      break;
   }
 }
 
@@ -203,7 +216,8 @@ static void linear_bf16(const LinearArgs& a, int panel_begin, int panel_end, voi
 }
 
 static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* scratch) {
-  wants_prepared(*a.w) ? linear_bf16(a, panel_begin, panel_end, scratch) : linear_f32(a, panel_begin, panel_end, scratch);
+  wants_prepared(*a.w) ? linear_bf16(a, panel_begin, panel_end, scratch)
+                       : linear_f32(a, panel_begin, panel_end, scratch);
 }
 
 static size_t linear_scratch_bytes(int k) {

@@ -12,9 +12,10 @@ static void unpack_quantised(const PackedMatrix& w, int panel, float* out) {
   const V16 zero = V16::set1((float)w.zero);
   for (int k = 0; k < w.k; ++k) {
     const int g = k / w.group;
-    const V16 q = w.form == Form::kQ8 ? load_i8_pair((const int8_t*)data + (size_t)(k / 2) * 32, k % 2)
-                                      : load_nibble((const uint32_t*)data + (size_t)(k / 8) * 16,
-                                                    16 * (k % 2) + 4 * ((k % 8) / 2)) - zero;
+    const V16 q =
+        w.form == Form::kQ8
+            ? load_i8_pair((const int8_t*)data + (size_t)(k / 2) * 32, k % 2)
+            : load_nibble((const uint32_t*)data + (size_t)(k / 8) * 16, 16 * (k % 2) + 4 * ((k % 8) / 2)) - zero;
     const V16 product = load_scale(scales, (size_t)g, w.half_scales) * q;
     (mins ? product + load_scale(mins, (size_t)g, w.half_scales) : product).store(out + (size_t)k * 16);
   }
@@ -23,7 +24,9 @@ static void unpack_quantised(const PackedMatrix& w, int panel, float* out) {
 static void unpack_panel(const PackedMatrix& w, int panel, float* out) {
   const uint8_t* data = w.panel(panel);
   switch (w.form) {
-    case Form::kF32: memcpy(out, data, (size_t)w.k * 64); break;
+    case Form::kF32:
+      memcpy(out, data, (size_t)w.k * 64);
+      break;
     case Form::kBF16:
       for (int k = 0; k < w.k; ++k)
         load_bf16_pair((const uint16_t*)data + (size_t)(k / 2) * 32, k % 2).store(out + (size_t)k * 16);
@@ -36,7 +39,8 @@ static void unpack_panel(const PackedMatrix& w, int panel, float* out) {
         load_f16(column).store(out + (size_t)k * 16);
       }
       break;
-    default: unpack_quantised(w, panel, out);
+    default:
+      unpack_quantised(w, panel, out);
   }
 }
 

@@ -29,7 +29,9 @@ static inline V16 operator/(V16 a, V16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 static inline V16 fma(V16 a, V16 b, V16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 static inline V16 max(V16 a, V16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline V16 min(V16 a, V16 b) { return {_mm512_min_ps(a.v, b.v)}; }
-static inline V16 round_nearest(V16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+static inline V16 round_nearest(V16 a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
 // 2^n for integral n in [-126, 127].
 static inline V16 pow2(V16 n) {
   const __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
@@ -123,7 +125,8 @@ static inline V16 load_bf16(const uint16_t* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(hi, 16))};
 }
 static inline V16 load_f16(const uint16_t* p) {
-  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
 static inline V16 load_nibble(const uint32_t* p, int shift) {
   const __m128i s = _mm_cvtsi32_si128(shift);
@@ -172,8 +175,8 @@ struct V16 {
     for (int i = 0; i < n; ++i) p[i] = v[i];
   }
 };
-#define OCTAVO_LANEWISE(expr)              \
-  V16 r;                                   \
+#define OCTAVO_LANEWISE(expr)                   \
+  V16 r;                                        \
   for (int i = 0; i < 16; ++i) r.v[i] = (expr); \
   return r
 static inline V16 operator+(V16 a, V16 b) { OCTAVO_LANEWISE(a.v[i] + b.v[i]); }
@@ -216,7 +219,8 @@ static inline float half_to_float(uint16_t h) {
   if (exponent == 0) {
     value = (float)mantissa * 5.9604644775390625e-8f;  // 2^-24: subnormal or zero
   } else {
-    const uint32_t bits = exponent == 31 ? (0x7f800000u | (mantissa << 13)) : ((exponent + 112u) << 23 | mantissa << 13);
+    const uint32_t bits =
+        exponent == 31 ? (0x7f800000u | (mantissa << 13)) : ((exponent + 112u) << 23 | mantissa << 13);
     memcpy(&value, &bits, 4);
   }
   uint32_t bits;

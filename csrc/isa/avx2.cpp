@@ -13,6 +13,6 @@
 #define OCTAVO_ISA_NAME "avx2"
 
 namespace octavo::isa_avx2 {
-#include "kernels_body.inc"
+#include "kernels_body.inl"
 const Kernels* kernels() { return &kKernels; }
 }  // namespace octavo::isa_avx2

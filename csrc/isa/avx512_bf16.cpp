@@ -13,6 +13,6 @@
 #define OCTAVO_ISA_NAME "avx512_bf16"
 
 namespace octavo::isa_avx512_bf16 {
-#include "kernels_body.inc"
+#include "kernels_body.inl"
 const Kernels* kernels() { return &kKernels; }
 }  // namespace octavo::isa_avx512_bf16

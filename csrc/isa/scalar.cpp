@@ -13,6 +13,6 @@
 #define OCTAVO_ISA_NAME "scalar"
 
 namespace octavo::isa_scalar {
-#include "kernels_body.inc"
+#include "kernels_body.inl"
 const Kernels* kernels() { return &kKernels; }
 }  // namespace octavo::isa_scalar

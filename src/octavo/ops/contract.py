@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 T = TypeVar("T")
-M = TypeVar("M")
-V = TypeVar("V")
+M_contra = TypeVar("M_contra", contravariant=True)
+V_contra = TypeVar("V_contra", contravariant=True)
 M_co = TypeVar("M_co", covariant=True)
 V_co = TypeVar("V_co", covariant=True)
 
@@ -23,21 +23,21 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
-class Ops(Protocol[T, M, V]):
-    """What a model may call. T: activations [rows, width], M: a matrix, V: a vector.
+class Ops(Protocol[T, M_contra, V_contra]):
+    """What a model may call. T: activations [rows, width], M_contra: a matrix, V_contra: a vector.
 
     Rows are tokens of the step, up to `gather`, which keeps the rows whose logits are wanted.
     """
 
-    def embedding(self, table: M) -> T:
+    def embedding(self, table: M_contra) -> T:
         """Rows of the table at the step's token ids."""
         ...
 
-    def rms_norm(self, x: T, weight: V, eps: float) -> T:
+    def rms_norm(self, x: T, weight: V_contra, eps: float) -> T:
         """x / sqrt(mean(x^2) + eps) * weight, row by row."""
         ...
 
-    def add_rms_norm(self, x: T, delta: T, weight: V, eps: float) -> tuple[T, T]:
+    def add_rms_norm(self, x: T, delta: T, weight: V_contra, eps: float) -> tuple[T, T]:
         """(x + delta, rms_norm(x + delta)); consumes x."""
         ...
 
@@ -45,7 +45,7 @@ class Ops(Protocol[T, M, V]):
         """x + delta; consumes x."""
         ...
 
-    def linear(self, x: T, weights: Sequence[M], bias: V | None = None) -> T:
+    def linear(self, x: T, weights: Sequence[M_contra], bias: V_contra | None = None) -> T:
         """x . w^T for each w of `weights` ([out, in]), side by side, plus bias."""
         ...
 
@@ -53,7 +53,7 @@ class Ops(Protocol[T, M, V]):
         """Column ranges of x, without a copy."""
         ...
 
-    def head_norm(self, x: T, weight: V, eps: float) -> T:
+    def head_norm(self, x: T, weight: V_contra, eps: float) -> T:
         """rms_norm over each head (len(weight) columns) on its own; consumes x."""
         ...
 
@@ -127,7 +127,8 @@ def _normal(rng: np.random.Generator, *shape: int) -> F32:
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F64:
     wide = x.astype(np.float64)
-    return wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps) * weight.astype(np.float64)
+    out: F64 = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps) * weight.astype(np.float64)
+    return out
 
 
 def add_rms_norm(x: F32, delta: F32, weight: F32, eps: float) -> F64:
@@ -145,7 +146,8 @@ def rope(x: F32, cos: F32, sin: F32) -> F64:
     heads = x.astype(np.float64).reshape(x.shape[0], -1, 2, half)
     first, second = heads[:, :, 0], heads[:, :, 1]
     c, s = cos[:, None, :].astype(np.float64), sin[:, None, :].astype(np.float64)
-    return np.stack([first * c - second * s, second * c + first * s], axis=2).reshape(x.shape)
+    out: F64 = np.stack([first * c - second * s, second * c + first * s], axis=2).reshape(x.shape)
+    return out
 
 
 def silu_mul(gate: F32, up: F32) -> F64:
@@ -181,13 +183,15 @@ def _norm_tolerance(inputs: dict[str, Any], _rounding: float) -> F64:
     # The sum of n squares errs by at most about n roundings, half of which survive the square root.
     x, weight = inputs["x"], inputs["weight"]
     reference = head_norm(x + inputs.get("delta", np.float32(0)), weight, inputs["eps"])
-    return np.abs(reference) * EPS32 * (weight.size + 8) + 1e-30
+    bound: F64 = np.abs(reference) * EPS32 * (weight.size + 8) + 1e-30
+    return bound
 
 
 def _rope_tolerance(inputs: dict[str, Any], _rounding: float) -> F64:
     x, half = np.abs(inputs["x"]).astype(np.float64), inputs["cos"].shape[1]
     pairs = x.reshape(x.shape[0], -1, 2, half).sum(axis=2, keepdims=True)
-    return np.repeat(pairs, 2, axis=2).reshape(x.shape) * 3 * EPS32
+    bound: F64 = np.repeat(pairs, 2, axis=2).reshape(x.shape) * 3 * EPS32
+    return bound
 
 
 def _silu_tolerance(inputs: dict[str, Any], _rounding: float) -> F64:
@@ -199,7 +203,8 @@ def _linear_tolerance(inputs: dict[str, Any], rounding: float) -> F64:
     # at most the sum of magnitudes.
     x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
     magnitude = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64).T
-    return magnitude * (rounding + EPS32 * (x.shape[1] + 4)) + np.abs(bias) * EPS32 + 1e-30
+    bound: F64 = magnitude * (rounding + EPS32 * (x.shape[1] + 4)) + np.abs(bias) * EPS32 + 1e-30
+    return bound
 
 
 def _attention_tolerance(inputs: dict[str, Any], _rounding: float) -> F64:

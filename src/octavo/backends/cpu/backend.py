@@ -128,12 +128,12 @@ def inverse_frequencies(spec: ModelSpec, factors: npt.NDArray[np.float32] | None
     `factor`, those below original / high_freq_factor kept, those between interpolated.
     """
     exponent = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
-    inv_freq = (np.float32(1.0) / np.power(np.float32(spec.rope_theta), exponent)).astype(np.float32)
+    inv_freq = np.asarray(np.float32(1.0) / np.power(np.float32(spec.rope_theta), exponent), dtype=np.float32)
     scaling = spec.rope_scaling
     if factors is not None:
-        return (inv_freq / factors).astype(np.float32)
+        return np.asarray(inv_freq / factors, dtype=np.float32)
     if scaling.kind == "linear":
-        return (inv_freq / np.float32(scaling.factor)).astype(np.float32)
+        return np.asarray(inv_freq / np.float32(scaling.factor), dtype=np.float32)
     if scaling.kind == "llama3":
         wavelength = 2 * np.pi / inv_freq.astype(np.float64)
         low = scaling.original_max_position / scaling.low_freq_factor
@@ -143,7 +143,7 @@ def inverse_frequencies(spec: ModelSpec, factors: npt.NDArray[np.float32] | None
         )
         between = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
         scaled = np.where(wavelength > low, inv_freq / scaling.factor, np.where(wavelength < high, inv_freq, between))
-        return scaled.astype(np.float32)
+        return np.asarray(scaled, dtype=np.float32)
     return inv_freq
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octavo.backends.cpu.weights import MatrixRef, NativeWeights, VectorRef
+
+if TYPE_CHECKING:
+    from octavo._native import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class Recorder:
 
     # --- from recording to program
 
-    def build(self, program: Any) -> dict[int, int]:
+    def build(self, program: Program) -> dict[int, int]:
         """Allocate buffers and append every op to `program`. Returns storage -> buffer."""
         last_use = {v.storage: i for i, op in enumerate(self._ops) for v in op.values}
         buffers: dict[int, int] = {}
@@ -139,10 +142,10 @@ class Recorder:
         return buffers
 
     @staticmethod
-    def _take(program: Any, free: list[tuple[int, bool, int]], wanted: tuple[int, bool]) -> int:
+    def _take(program: Program, free: list[tuple[int, bool, int]], wanted: tuple[int, bool]) -> int:
         for entry in free:
             if entry[:2] == wanted:
                 free.remove(entry)
                 return entry[2]
         width, outputs = wanted
-        return int(program.add_buffer(width, outputs))
+        return program.add_buffer(width, outputs)

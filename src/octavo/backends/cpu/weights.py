@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.weights.files import TensorView
 from octavo.weights.formats import FORMATS
+
+if TYPE_CHECKING:
+    from octavo._native import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,37 +38,33 @@ class NativeWeights:
     """
 
     def __init__(
-        self, program: Any, tensors: Mapping[str, TensorView], advance: Callable[[int], None] = lambda _: None
+        self, program: Program, tensors: Mapping[str, TensorView], advance: Callable[[int], None] = lambda _: None
     ) -> None:
         self._program = program
         self._tensors = tensors
         self._advance = advance
-        self._loaded: dict[tuple[str, ...], Any] = {}
+        self._matrices: dict[tuple[str, str], MatrixRef] = {}
+        self._vectors: dict[tuple[str, ...], VectorRef] = {}
 
     def table(self, name: str) -> MatrixRef:
-        return self._load(("table", name), lambda: self._add(self._program.add_table, name))
+        return self._matrix("table", name, self._program.add_table)
 
     def matrix(self, name: str) -> MatrixRef:
-        return self._load(("matrix", name), lambda: self._add(self._program.add_matrix, name))
+        return self._matrix("matrix", name, self._program.add_matrix)
 
     def vector(self, *names: str) -> VectorRef:
-        return self._load(("vector", *names), lambda: self._add_vector(names))
+        if names not in self._vectors:
+            values = np.concatenate([floats(self._tensors[name]) for name in names])
+            self._vectors[names] = VectorRef(self._program.add_vector(values), values.size)
+        return self._vectors[names]
 
-    def _load(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
-        if key not in self._loaded:
-            self._loaded[key] = make()
-        return self._loaded[key]
-
-    def _add(self, add: Callable[..., int], name: str) -> MatrixRef:
-        tensor = self._tensors[name]
-        rows, cols = tensor.shape
-        index = add(tensor.format, tensor.data, rows, cols)
-        self._advance(tensor.data.nbytes)
-        return MatrixRef(index, rows, cols)
-
-    def _add_vector(self, names: tuple[str, ...]) -> VectorRef:
-        values = np.concatenate([floats(self._tensors[name]) for name in names])
-        return VectorRef(self._program.add_vector(values), values.size)
+    def _matrix(self, kind: str, name: str, add: Callable[..., int]) -> MatrixRef:
+        if (kind, name) not in self._matrices:
+            tensor = self._tensors[name]
+            rows, cols = tensor.shape
+            self._matrices[kind, name] = MatrixRef(add(tensor.format, tensor.data, rows, cols), rows, cols)
+            self._advance(tensor.data.nbytes)
+        return self._matrices[kind, name]
 
 
 def floats(tensor: TensorView) -> npt.NDArray[np.float32]:

@@ -1,7 +1,7 @@
 // The body of one instruction set's translation unit; the including file opened its namespace.
-#include "../impl/vec.h"
 #include "../impl/elementwise.inl"
 #include "../impl/gemm_f32.inl"
+#include "../impl/vec.h"
 #if defined(OCTAVO_ISA_BF16)
 #include "../impl/gemm_bf16.inl"
 #else
@@ -16,8 +16,19 @@ static size_t linear_scratch_bytes(int k) { return (size_t)k * 64; }
 #include "../impl/sampler.inl"
 
 static const Kernels kKernels = {
-    OCTAVO_ISA_NAME, wants_prepared, prepare_row, linear_scratch_bytes, linear, unpack_panel,
-    rms_norm, add_rms_norm, add, rope, silu_mul,
-    store_kv, attention_scratch_bytes, attention,
+    OCTAVO_ISA_NAME,
+    wants_prepared,
+    prepare_row,
+    linear_scratch_bytes,
+    linear,
+    unpack_panel,
+    rms_norm,
+    add_rms_norm,
+    add,
+    rope,
+    silu_mul,
+    store_kv,
+    attention_scratch_bytes,
+    attention,
     sample_row,
 };
