@@ -1,7 +1,8 @@
 // The body of one instruction set's translation unit; the including file opened its namespace.
+// clang-format off: each include builds on the ones before it.
+#include "../impl/vec.h"
 #include "../impl/elementwise.inl"
 #include "../impl/gemm_f32.inl"
-#include "../impl/vec.h"
 #if defined(OCTAVO_ISA_BF16)
 #include "../impl/gemm_bf16.inl"
 #else
@@ -14,6 +15,7 @@ static size_t linear_scratch_bytes(int k) { return (size_t)k * 64; }
 #endif
 #include "../impl/attention.inl"
 #include "../impl/sampler.inl"
+// clang-format on
 
 static const Kernels kKernels = {
     OCTAVO_ISA_NAME,

@@ -173,7 +173,8 @@ def attention(q: F32, k: F32, v: F32, positions: npt.NDArray[np.int32], window: 
     scores = np.where(visible[None], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, values).reshape(q.shape)
+    out: F64 = np.einsum("hqk,khd->qhd", weights, values).reshape(q.shape)
+    return out
 
 
 # --- tolerances ------------------------------------------------------------------------------------------------------
