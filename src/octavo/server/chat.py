@@ -4,14 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.requests import Request
+
 from octavo.request import FinishReason
 from octavo.server.generation import Choice, Generation, Prompt, Update
+from octavo.server.intake import Parsed, base_fields, finish_prompt, make_generation, read_generation, respond
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
-from octavo.server.schema import ChatBody, refuse
-from octavo.server.sse import frame
+from octavo.server.schema import ChatBody, LenientChatBody, refuse
+from octavo.server.sse import GenerationResponse, frame
+from octavo.server.state import ServerState
 from octavo.server.usage import usage_of
 from octavo.text.chat import render_chat
 from octavo.text.tokenizer import Tokenizer
+
+
+async def create_chat_completion(request: Request, state: ServerState) -> GenerationResponse:
+    lenient = state.settings.ignore_unknown_fields
+    parsed = await read_generation(request, state, LenientChatBody if lenient else ChatBody)
+    generation = await chat_generation(state, parsed)
+    renderer = ChatRenderer(state.tokenizer, generation, base_fields(state, "chatcmpl-"), parsed.body)
+    return respond(state, generation, renderer, parsed.body)
+
+
+async def chat_generation(state: ServerState, parsed: Parsed[ChatBody], param: str = "messages") -> Generation:
+    """The generation of a conversation, not yet submitted. `param` is what the client calls its messages."""
+    prompt = await state.run(
+        parsed.size,
+        lambda: make_prompt(
+            state.tokenizer,
+            parsed.body,
+            chat_template=state.settings.chat_template,
+            trust_special_tokens=state.settings.trust_special_tokens,
+        ),
+    )
+    finish_prompt(prompt, parsed.body, state, param)
+    return make_generation(state, [prompt], parsed, param)
 
 
 def make_prompt(

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.requests import Request
+
 from octavo.request import FinishReason, SamplingParams
 from octavo.server.generation import Choice, Generation, Prompt, Update
+from octavo.server.intake import base_fields, finish_prompt, make_generation, read_generation, respond
 from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs
-from octavo.server.schema import CompletionBody, prompts_of
-from octavo.server.sse import frame
+from octavo.server.schema import CompletionBody, LenientCompletionBody, check_num_choices, prompts_of
+from octavo.server.sse import GenerationResponse, frame
+from octavo.server.state import ServerState
 from octavo.server.usage import usage_of
 from octavo.text.tokenizer import Tokenizer
+
+
+async def create_completion(request: Request, state: ServerState) -> GenerationResponse:
+    lenient = state.settings.ignore_unknown_fields
+    parsed = await read_generation(request, state, LenientCompletionBody if lenient else CompletionBody)
+    body, skip_special = parsed.body, parsed.params.skip_special_tokens
+    prompts = await state.run(parsed.size, lambda: make_prompts(state.tokenizer, body, skip_special))
+    check_num_choices(len(prompts), parsed.params.n)
+    for prompt in prompts:
+        finish_prompt(prompt, body, state, "prompt")
+        if body.echo and prompt.num_truncated:
+            prompt.text = state.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip_special)
+    generation = make_generation(state, prompts, parsed, "prompt")
+    renderer = CompletionRenderer(state.tokenizer, generation, base_fields(state, "cmpl-"), body)
+    return respond(state, generation, renderer, body)
 
 
 def make_prompts(tokenizer: Tokenizer, body: CompletionBody, skip_special_tokens: bool) -> list[Prompt]:

@@ -1,0 +1,109 @@
+"""From the body of a generation request to the Generation that answers it; the same for every route."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+
+import octavo
+from octavo.request import SamplingParams
+from octavo.server.failures import BodyTooLargeError, ModelUnknownError
+from octavo.server.generation import Generation, Prompt
+from octavo.server.schema import GenerationBody, check_supported, decode_body, refuse, sampling_params
+from octavo.server.sse import GenerationResponse, Renderer
+from octavo.server.state import ServerState
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[BodyT]):
+    """A body that passed all checks that need no tokenizer. `size` in bytes."""
+
+    body: BodyT
+    params: SamplingParams
+    size: int
+
+
+async def read_generation(request: Request, state: ServerState, body_type: type[BodyT]) -> Parsed[BodyT]:
+    """Everything that can be refused without the tokenizer is refused here."""
+    state.check_open()
+    raw = await read_body(request, state.settings.max_body_bytes)
+    # Parsing is some 50 times faster than tokenising.
+    body = await state.run(len(raw) // 50, lambda: decode_body(raw, body_type))
+    if body.model is None:
+        raise refuse("model is required", "model", code="missing_field")
+    if body.model != state.settings.model_name:
+        raise ModelUnknownError
+    check_supported(body)
+    return Parsed(body, sampling_params(body, state.settings.presets), len(raw))
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared[:18]) > limit:
+        raise BodyTooLargeError(limit)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise BodyTooLargeError(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def finish_prompt(prompt: Prompt, body: GenerationBody, state: ServerState, param: str) -> None:
+    """Check the ids of one prompt and cut it if truncate_prompt_tokens asks for it."""
+    ids, vocab_size = prompt.token_ids, state.settings.vocab_size
+    if not ids:
+        raise refuse(f"{param} holds no tokens", param, code="empty_prompt")
+    if not (min(ids) >= 0 and max(ids) < vocab_size):
+        raise refuse(f"{param} must hold token ids from 0 to {vocab_size - 1}", param, code="invalid_token_id")
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return
+    if keep < 1 and keep != -1:
+        raise refuse("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
+    if keep == -1:
+        keep = state.settings.max_model_len - 1
+    if len(ids) > keep:
+        prompt.num_truncated = len(ids) - keep
+        prompt.token_ids = ids[-keep:]
+
+
+def make_generation(state: ServerState, prompts: list[Prompt], parsed: Parsed[Any], param: str) -> Generation:
+    return Generation(
+        state.client,
+        state.tokenizer,
+        state.metrics,
+        prompts,
+        parsed.params,
+        cache_salt=parsed.body.cache_salt or "",
+        priority=parsed.body.priority or 0,
+        param=param,
+    )
+
+
+def respond(state: ServerState, generation: Generation, renderer: Renderer, body: GenerationBody) -> GenerationResponse:
+    return GenerationResponse(
+        generation,
+        renderer,
+        stream=bool(body.stream),
+        keep_alive=state.settings.sse_keep_alive,
+        on_start=state.enter,
+        on_end=state.leave,
+    )
+
+
+def base_fields(state: ServerState, prefix: str) -> dict[str, Any]:
+    return {
+        "id": prefix + uuid.uuid4().hex,
+        "object": "",
+        "created": int(time.time()),
+        "model": state.settings.model_name,
+        "system_fingerprint": f"octavo-{octavo.__version__}",
+    }
