@@ -10,7 +10,7 @@ from octavo.request import FinishReason
 from octavo.server.generation import Choice, Generation, Prompt, Update
 from octavo.server.intake import Parsed, base_fields, finish_prompt, make_generation, read_generation, respond
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
-from octavo.server.schema import ChatBody, LenientChatBody, refuse
+from octavo.server.schema import ChatBody, refuse
 from octavo.server.sse import GenerationResponse, frame
 from octavo.server.state import ServerState
 from octavo.server.usage import usage_of
@@ -19,8 +19,7 @@ from octavo.text.tokenizer import Tokenizer
 
 
 async def create_chat_completion(request: Request, state: ServerState) -> GenerationResponse:
-    lenient = state.settings.ignore_unknown_fields
-    parsed = await read_generation(request, state, LenientChatBody if lenient else ChatBody)
+    parsed = await read_generation(request, state, ChatBody)
     generation = await chat_generation(state, parsed)
     renderer = ChatRenderer(state.tokenizer, generation, base_fields(state, "chatcmpl-"), parsed.body)
     return respond(state, generation, renderer, parsed.body)

@@ -10,7 +10,7 @@ from octavo.request import FinishReason, SamplingParams
 from octavo.server.generation import Choice, Generation, Prompt, Update
 from octavo.server.intake import base_fields, finish_prompt, make_generation, read_generation, respond
 from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs
-from octavo.server.schema import CompletionBody, LenientCompletionBody, check_num_choices, prompts_of
+from octavo.server.schema import CompletionBody, check_num_choices, prompts_of
 from octavo.server.sse import GenerationResponse, frame
 from octavo.server.state import ServerState
 from octavo.server.usage import usage_of
@@ -18,8 +18,7 @@ from octavo.text.tokenizer import Tokenizer
 
 
 async def create_completion(request: Request, state: ServerState) -> GenerationResponse:
-    lenient = state.settings.ignore_unknown_fields
-    parsed = await read_generation(request, state, LenientCompletionBody if lenient else CompletionBody)
+    parsed = await read_generation(request, state, CompletionBody)
     body, skip_special = parsed.body, parsed.params.skip_special_tokens
     prompts = await state.run(parsed.size, lambda: make_prompts(state.tokenizer, body, skip_special))
     check_num_choices(len(prompts), parsed.params.n)

@@ -7,17 +7,19 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 import octavo
 from octavo.request import SamplingParams
 from octavo.server.failures import BodyTooLargeError, ModelUnknownError
 from octavo.server.generation import Generation, Prompt
-from octavo.server.schema import GenerationBody, check_supported, decode_body, refuse, sampling_params
+from octavo.server.schema import GenerationBody, check_supported, decode_body, lenient, refuse, sampling_params
 from octavo.server.sse import GenerationResponse, Renderer
 from octavo.server.state import ServerState
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +33,31 @@ class Parsed(Generic[BodyT]):
 
 async def read_generation(request: Request, state: ServerState, body_type: type[BodyT]) -> Parsed[BodyT]:
     """Everything that can be refused without the tokenizer is refused here."""
+    body, size = await read_json(request, state, body_type)
+    return check_generation(body, size, state)
+
+
+def check_generation(body: BodyT, size: int, state: ServerState) -> Parsed[BodyT]:
+    check_model(body.model, state)
+    check_supported(body)
+    return Parsed(body, sampling_params(body, state.settings.presets), size)
+
+
+async def read_json(request: Request, state: ServerState, body_type: type[StructT]) -> tuple[StructT, int]:
+    """The body of any POST route, type-checked, and its size in bytes."""
     state.check_open()
     raw = await read_body(request, state.settings.max_body_bytes)
+    if state.settings.ignore_unknown_fields:
+        body_type = lenient(body_type)
     # Parsing is some 50 times faster than tokenising.
-    body = await state.run(len(raw) // 50, lambda: decode_body(raw, body_type))
-    if body.model is None:
+    return await state.run(len(raw) // 50, lambda: decode_body(raw, body_type)), len(raw)
+
+
+def check_model(name: str | None, state: ServerState) -> None:
+    if name is None:
         raise refuse("model is required", "model", code="missing_field")
-    if body.model != state.settings.model_name:
+    if name != state.settings.model_name:
         raise ModelUnknownError
-    check_supported(body)
-    return Parsed(body, sampling_params(body, state.settings.presets), len(raw))
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -64,6 +65,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -96,17 +99,17 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: str | None = None
     verbosity: str | None = None
     web_search_options: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
 
 
-class LenientCompletionBody(CompletionBody, forbid_unknown_fields=False, kw_only=True):
-    """With --ignore-unknown-fields."""
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
-class LenientChatBody(ChatBody, forbid_unknown_fields=False, kw_only=True):
-    """With --ignore-unknown-fields."""
-
-
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+@cache
+def lenient(body_type: type[BodyT]) -> type[BodyT]:
+    """The same body without the refusal of unknown fields (--ignore-unknown-fields)."""
+    made = msgspec.defstruct(body_type.__name__, [], bases=(body_type,), forbid_unknown_fields=False, kw_only=True)
+    return cast("type[BodyT]", made)
 
 
 def refuse(message: str, param: str | None = None, code: str = "invalid_value") -> RequestError:
@@ -166,7 +169,7 @@ def check_supported(body: GenerationBody) -> None:
 
 
 def _check_supported_chat(body: ChatBody) -> None:
-    for name in ("tools", "functions", "audio", "prediction", "web_search_options"):
+    for name in ("tools", "functions", "audio", "prediction", "web_search_options", "moderation"):
         if getattr(body, name):
             raise _unsupported(name, name)
     for name in ("reasoning_effort", "verbosity"):

@@ -133,6 +133,10 @@ class Tokenizer:
             return piece.encode("utf-8", "replace")
         return piece_bytes(piece, self._parts.style)
 
+    def stored_piece(self, token_id: int) -> str:
+        """How the vocabulary spells the token, for example "Ġthe" or "▁the"; "" where it has none."""
+        return self._parts.piece(token_id) or ""
+
     def token_text(self, token_id: int) -> str:
         """Text of one token alone, with U+FFFD for parts of characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
