@@ -11,7 +11,7 @@ from octavo.server.generation import Choice, Generation, Prompt, Update
 from octavo.server.intake import Parsed, base_fields, finish_prompt, make_generation, read_generation, respond
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.schema import ChatBody, refuse
-from octavo.server.sse import GenerationResponse, frame
+from octavo.server.sse import DONE, GenerationResponse, OpenAiErrors, frame
 from octavo.server.state import ServerState
 from octavo.server.usage import usage_of
 from octavo.text.chat import render_chat
@@ -60,7 +60,7 @@ def make_prompt(
     return Prompt(token_ids)
 
 
-class ChatRenderer:
+class ChatRenderer(OpenAiErrors):
     """The `chat.completion` object, whole or in chunks."""
 
     def __init__(self, tokenizer: Tokenizer, generation: Generation, base: dict[str, Any], body: ChatBody) -> None:
@@ -89,9 +89,9 @@ class ChatRenderer:
 
     def closing(self) -> list[bytes]:
         if not self._include_usage:
-            return []
+            return [DONE]
         content = {**self._base, "object": "chat.completion.chunk", "choices": []}
-        return [frame({**content, "usage": usage_of(self._generation)})]
+        return [frame({**content, "usage": usage_of(self._generation)}), DONE]
 
     def full(self) -> dict[str, Any]:
         made: dict[str, Any] = {

@@ -11,7 +11,7 @@ from octavo.server.generation import Choice, Generation, Prompt, Update
 from octavo.server.intake import base_fields, finish_prompt, make_generation, read_generation, respond
 from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs
 from octavo.server.schema import CompletionBody, check_num_choices, prompts_of
-from octavo.server.sse import GenerationResponse, frame
+from octavo.server.sse import DONE, GenerationResponse, OpenAiErrors, frame
 from octavo.server.state import ServerState
 from octavo.server.usage import usage_of
 from octavo.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def make_prompts(tokenizer: Tokenizer, body: CompletionBody, skip_special_tokens
     return prompts
 
 
-class CompletionRenderer:
+class CompletionRenderer(OpenAiErrors):
     """The `text_completion` object, whole or in chunks."""
 
     def __init__(
@@ -78,8 +78,8 @@ class CompletionRenderer:
 
     def closing(self) -> list[bytes]:
         if not self._include_usage:
-            return []
-        return [frame({**self._base, "choices": [], "usage": usage_of(self._generation)})]
+            return [DONE]
+        return [frame({**self._base, "choices": [], "usage": usage_of(self._generation)}), DONE]
 
     def full(self) -> dict[str, Any]:
         choices = []

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import OctavoError
@@ -28,6 +29,11 @@ def frame(content: Any) -> bytes:
     return b"data: " + _encoder.encode(content) + b"\n\n"
 
 
+def named_frame(content: dict[str, Any]) -> bytes:
+    """The same with the event's name, which is its `type`."""
+    return b"event: " + content["type"].encode() + b"\n" + frame(content)
+
+
 class Renderer(Protocol):
     """Turns updates into the JSON of one route."""
 
@@ -38,12 +44,30 @@ class Renderer(Protocol):
     def chunks(self, update: Update) -> list[bytes]: ...
 
     def closing(self) -> list[bytes]:
-        """Frames between the last update and [DONE]."""
+        """Frames after the last update, up to the end of the stream."""
+        ...
+
+    def broken(self, error: OctavoError) -> list[bytes]:
+        """The last frames of a stream that fails after it started."""
+        ...
+
+    def refusal(self, error: OctavoError) -> Response:
+        """The answer when nothing was sent yet."""
         ...
 
     def full(self) -> dict[str, Any]:
         """The whole answer, once the generation is done."""
         ...
+
+
+class OpenAiErrors:
+    """How completions and chat report a failure: OpenAI's error object, in a stream followed by [DONE]."""
+
+    def broken(self, error: OctavoError) -> list[bytes]:
+        return [frame(error_object(error)), DONE]
+
+    def refusal(self, error: OctavoError) -> Response:
+        return error_response(error)
 
 
 class GenerationResponse:
@@ -122,7 +146,7 @@ class GenerationResponse:
                 frames += self._renderer.chunks(update)
             if frames:
                 await self._send_body(send, b"".join(frames))
-        await self._send_body(send, b"".join([*self._renderer.closing(), DONE]), more=False)
+        await self._send_body(send, b"".join(self._renderer.closing()), more=False)
 
     async def _all_updates(self) -> AsyncIterator[list[Update] | None]:
         """Updates until the end; None whenever a keep-alive is due."""
@@ -151,8 +175,8 @@ class GenerationResponse:
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _report(self, error: OctavoError, scope: Scope, receive: Receive, send: Send) -> None:
-        """A real status while nothing was sent; otherwise an error frame and the end of the stream."""
+        """A real status while nothing was sent; otherwise error frames and the end of the stream."""
         if self._started:
-            await self._send_body(send, frame(error_object(error)) + DONE, more=False)
+            await self._send_body(send, b"".join(self._renderer.broken(error)), more=False)
         else:
-            await error_response(error)(scope, receive, send)
+            await self._renderer.refusal(error)(scope, receive, send)
