@@ -29,9 +29,9 @@ def frame(content: Any) -> bytes:
     return b"data: " + _encoder.encode(content) + b"\n\n"
 
 
-def named_frame(content: dict[str, Any]) -> bytes:
-    """The same with the event's name, which is its `type`."""
-    return b"event: " + content["type"].encode() + b"\n" + frame(content)
+def named_frame(name: str, content: dict[str, Any]) -> bytes:
+    """The same with a name, which clients may dispatch on; it is the content's `type` too."""
+    return f"event: {name}\n".encode() + frame({"type": name, **content})
 
 
 class Renderer(Protocol):
