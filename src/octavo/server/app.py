@@ -23,6 +23,7 @@ from octavo.server.completions import create_completion
 from octavo.server.envelope import Envelope
 from octavo.server.failures import ModelUnknownError, error_fields, error_response, json_response
 from octavo.server.metrics import CONTENT_TYPE
+from octavo.server.responses import create_response
 from octavo.server.state import ServerSettings, ServerState
 from octavo.server.tokens import detokenize, tokenize
 from octavo.text.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         routes=[
             Route("/v1/completions", _guard(create_completion), methods=["POST"]),
             Route("/v1/chat/completions", _guard(create_chat_completion), methods=["POST"]),
+            Route("/v1/responses", _guard(create_response), methods=["POST"]),
             Route("/tokenize", _guard(tokenize), methods=["POST"]),
             Route("/detokenize", _guard(detokenize), methods=["POST"]),
             Route("/v1/models", _guard(list_models), methods=["GET"]),
