@@ -18,6 +18,7 @@ SOURCE = ROOT / "src" / "octavo"
 # What each core module may import of Octavo besides other core modules: nothing.
 CORE = [
     *("errors", "clock", "request", "plan", "events", "config", "units", "system", "policies", "scheduler", "engine"),
+    "explain",
     *("kv.pool", "kv.prefix", "kv.sizing", "kv.tables", "backends.base", "models.spec"),
 ]
 HEAVY = {"numpy", "torch", "transformers", "click", "rich", "starlette", "uvicorn", "tokenizers", "huggingface_hub"}

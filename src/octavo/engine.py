@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.backends.base import Backend
 from octavo.clock import Clock, WallClock
 from octavo.config import EngineConfig
 from octavo.errors import ContextLengthError, EngineError, RequestError
 from octavo.events import OutputEvent
+from octavo.explain import Recorder
 from octavo.kv.sizing import check_fits
 from octavo.plan import StepPlan, StepResult
 from octavo.request import MAX_SEED, FinishReason, Request, SamplingParams
@@ -39,8 +41,10 @@ class EngineStats:
     num_readmission_hit_tokens: int
     num_sibling_hit_tokens: int
     num_preemptions: int
+    num_lost_tokens: int  # KV given up by preemptions; num_readmission_hit_tokens of it came back
     queue_seconds: float
     num_finished: dict[FinishReason, int]  # requests
+    observed: dict[str, Any] | None  # explain.Recorder.totals(); None unless the engine is observed
 
 
 class Engine:
@@ -55,6 +59,7 @@ class Engine:
         self.scheduler = Scheduler(config)
         self._clock: Clock = WallClock() if clock is None else clock
         self._random = random.Random(seed)
+        self._recorder: Recorder | None = None
         backend.allocate_kv(config.num_blocks)
 
     def make_request(
@@ -65,6 +70,7 @@ class Engine:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         cache_salt: str = "",
+        tenant: str = "",
         priority: int = 0,
     ) -> Request:
         """Check everything about a request that needs the model or the pool, and fill in what is open.
@@ -95,6 +101,7 @@ class Engine:
             seed=seed,
             eos_token_ids=eos_token_ids,
             cache_salt=cache_salt,
+            tenant=tenant,
             priority=priority,
             arrival=self._clock.now(),
         )
@@ -114,6 +121,16 @@ class Engine:
     def finish_sequence(self, request_id: str, index: int) -> None:
         """The text layer found a stop string: end this sequence now, with no further events."""
         self.scheduler.finish_sequence(request_id, index)
+
+    def observe(self, num_recent: int = 512) -> None:
+        """From now on keep what `explain` tells, for live requests and the `num_recent` last ones."""
+        assert not self.scheduler.requests and self._recorder is None, "observe() before the first request, once"
+        self._recorder = Recorder(self._clock, self.scheduler.tables, num_recent)
+        self.scheduler.observer = self._recorder
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """What happened to a live or recent request (see explain.Story); None if unknown or not observed."""
+        return None if self._recorder is None else self._recorder.explain(request_id)
 
     def step(self) -> list[OutputEvent]:
         """Plan, execute, commit. A fault ends the requests of the step with ERROR events; the rest live on."""
@@ -148,8 +165,10 @@ class Engine:
             num_readmission_hit_tokens=counters.readmission_hit_tokens,
             num_sibling_hit_tokens=counters.sibling_hit_tokens,
             num_preemptions=counters.preemptions,
+            num_lost_tokens=counters.lost_tokens,
             queue_seconds=counters.queue_seconds,
             num_finished=dict(counters.finished),
+            observed=None if self._recorder is None else self._recorder.totals(),
         )
 
 

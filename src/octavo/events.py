@@ -1,11 +1,13 @@
-"""What the engine tells the outside: one OutputEvent per sequence and step that has news."""
+"""What the engine tells the outside: one OutputEvent per sequence and step that has news; and hooks for observers."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from octavo.plan import TokenLogprobs
-from octavo.request import FinishReason
+from octavo.request import FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +30,46 @@ class OutputEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+
+
+class WaitReason(enum.StrEnum):
+    """What a waiting sequence waits for."""
+
+    LINE = "line"  # others are before it
+    BUDGET = "budget"  # the step's tokens were given out
+    PLACES = "places"  # max_num_seqs sequences run
+    BLOCKS = "blocks"  # its known tokens need more KV blocks than are free
+    GROWTH = "growth"  # blocks are free, but those that run are expected to need them
+    PREFIX = "prefix"  # another sequence is computing the prompt that this one will share
+
+
+class Observer:
+    """Hears what the scheduler does. Every method does nothing unless overridden.
+
+    The scheduler holds one or None; with None a hook costs a comparison. A decode step calls nothing
+    but `step_committed`, so the price of observing does not grow with the batch.
+    """
+
+    def queued(self, samples: ListLike[Sequence]) -> None:
+        """A request joined the line with these sequences."""
+
+    def held(self, seq: Sequence, reason: WaitReason) -> None:
+        """The front of the line was not admitted in this step; called in every such step."""
+
+    def admitted(self, seq: Sequence, *, first: bool) -> None:
+        """`seq` runs; `seq.num_computed` tokens are hits. `first`: not again after a preemption."""
+
+    def computing(self, seq: Sequence, num_tokens: int) -> None:
+        """This step computes a chunk of `seq` that is not merely its newest token."""
+
+    def preempted(self, seq: Sequence, num_lost: int) -> None:
+        """`seq` waits again; the KV of `num_lost` tokens is given up."""
+
+    def first_token(self, seq: Sequence) -> None:
+        """The step just committed drew the first token of `seq`."""
+
+    def finished(self, seq: Sequence) -> None:
+        """`seq` ended, see `seq.finish_reason`."""
+
+    def step_committed(self) -> None:
+        """A step ended, after its other hooks."""

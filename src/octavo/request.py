@@ -156,6 +156,7 @@ class Request:
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
+    tenant: str = ""  # whose request it is, for explanations and quotas; the cache goes by the salt alone
     priority: int = 0
     arrival: float = 0.0
 

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from octavo.config import EngineConfig
 from octavo.errors import QueueFullError, RequestError
-from octavo.events import OutputEvent
+from octavo.events import Observer, OutputEvent, WaitReason
 from octavo.kv.tables import BlockTables
 from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult
 from octavo.policies import admission_order, choose_victim
@@ -44,6 +44,7 @@ class Counters:
     readmission_hit_tokens: int = 0
     sibling_hit_tokens: int = 0
     preemptions: int = 0
+    lost_tokens: int = 0  # computed tokens given up by preemptions; readmission_hit_tokens of them came back
     queue_seconds: float = 0.0  # from arrival to first admission, summed over requests
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
@@ -80,6 +81,7 @@ class Scheduler:
             config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
         )
         self.counters = Counters()
+        self.observer: Observer | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.requests: dict[str, list[Sequence]] = {}  # live requests: all their samples
@@ -116,6 +118,8 @@ class Scheduler:
             bisect.insort(self.waiting, seq, key=_ORDER)
         self.requests[request.request_id] = samples
         self._num_live += n
+        if self.observer is not None:
+            self.observer.queued(samples)
 
     def abort(self, request_id: str) -> None:
         """End all samples now; their last events come with the next step. Unknown ids are ignored."""
@@ -136,6 +140,8 @@ class Scheduler:
         seq.finish_reason = reason
         self.tables.free(seq, forget=reason is FinishReason.ERROR)
         self._num_live -= 1
+        if self.observer is not None:
+            self.observer.finished(seq)
         samples = self.requests[seq.request.request_id]
         if all(s.finished for s in samples):
             del self.requests[seq.request.request_id]
@@ -180,6 +186,8 @@ class Scheduler:
                 if victim is seq:
                     return
             tables.grow(seq, end)
+        if self.observer is not None and (end - seq.num_computed > 1 or seq.num_computed < seq.num_prompt):
+            self.observer.computing(seq, end - seq.num_computed)
         draft.add(seq, self._row(seq, end))
 
     def _row(self, seq: Sequence, end: int) -> PlanRow:
@@ -198,12 +206,15 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, now: float) -> None:
         """From the front of the line, without overtaking, as long as budget, places and blocks last."""
+        reason: WaitReason | None = None
         while self.waiting and draft.budget > 0:
             seq = self.waiting[0]
             if self._sibling_is_computing_prompt(seq):
+                reason = WaitReason.PREFIX
                 break
             hits = self.tables.find_hits(seq)
-            if not self._has_room(seq, hits) and not self._displace_for(seq, hits, draft):
+            reason = self._obstacle(seq, hits)
+            if reason is not None and not self._displace_for(seq, hits, draft):
                 break
             self.waiting.pop(0)
             seq.status = _RUNNING
@@ -211,6 +222,8 @@ class Scheduler:
             self.tables.take_hits(seq, hits)
             self._count_admission(seq, now)
             self._advance(seq, draft)
+        if self.observer is not None and self.waiting:
+            self.observer.held(self.waiting[0], (draft.budget > 0 and reason) or WaitReason.BUDGET)
 
     def _sibling_is_computing_prompt(self, seq: Sequence) -> bool:
         """A later sample waits until the prompt's blocks are there to be hit, rather than compute them again."""
@@ -219,19 +232,19 @@ class Scheduler:
         samples = self.requests[seq.request.request_id]
         return any(s.status is _RUNNING and s.num_computed < s.num_prompt for s in samples)
 
-    def _has_room(self, seq: Sequence, hits: list[int]) -> bool:
-        """Is there a place, and are there free blocks for all known tokens?
+    def _obstacle(self, seq: Sequence, hits: list[int]) -> WaitReason | None:
+        """What is missing to admit `seq`: a place, or free blocks for all known tokens; None if nothing is.
 
         All, not only those of the first chunk, and one to spare where others run: otherwise admitting
         one soon preempts another, and they thrash. Running sequences that have not caught up need no
         reserve here, because while there are any they leave no budget to admit others.
         """
         if len(self.running) >= self.config.max_num_seqs:
-            return False
+            return WaitReason.PLACES
         pool = self.tables.pool
         spare = 1 if self.running else 0
         needed = self.tables.num_missing(seq, seq.num_known) - len(hits)
-        return needed + spare <= pool.num_free - pool.num_free_of(hits)
+        return None if needed + spare <= pool.num_free - pool.num_free_of(hits) else WaitReason.BLOCKS
 
     def _displace_for(self, seq: Sequence, hits: list[int], draft: _Draft) -> bool:
         """Preempt running sequences that come after `seq` in line, if that makes room for it.
@@ -244,12 +257,14 @@ class Scheduler:
         attainable = self.tables.pool.num_free + sum(len(s.block_ids) for s in later)
         if self.tables.num_missing(seq, seq.num_known) > attainable:
             return False
-        while later and not self._has_room(seq, hits):
+        while later and self._obstacle(seq, hits):
             self._preempt(later.pop(), draft)
-        return self._has_room(seq, hits)
+        return self._obstacle(seq, hits) is None
 
     def _count_admission(self, seq: Sequence, now: float) -> None:
         counters = self.counters
+        if self.observer is not None:
+            self.observer.admitted(seq, first=seq.num_cached is None)
         if seq.num_cached is not None:
             counters.readmission_hit_tokens += seq.num_computed
         elif seq.index > 0:
@@ -266,6 +281,9 @@ class Scheduler:
         """Take the blocks of `seq` away; it waits and later recomputes (or hits) what it had."""
         draft.drop(seq)
         self.running.remove(seq)
+        self.counters.lost_tokens += seq.num_computed
+        if self.observer is not None:
+            self.observer.preempted(seq, seq.num_computed)
         self.tables.free(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
@@ -294,6 +312,8 @@ class Scheduler:
                     events.append(event)
         self._in_flight = ()
         self.counters.steps += 1
+        if self.observer is not None:
+            self.observer.step_committed()
         if not self.running and not self.waiting:
             assert self.tables.pool.num_used == 0 and not self.requests and self._num_live == 0
         return self.take_pending() + events
@@ -322,6 +342,8 @@ class Scheduler:
             token_ids = (out.token_id,)
             seq.token_ids.append(out.token_id)
             self.counters.generated_tokens += 1
+            if self.observer is not None and len(seq.token_ids) == seq.num_prompt + 1:
+                self.observer.first_token(seq)
             reason = self._reason_to_stop(seq, out.token_id)
         elif end == len(seq.token_ids):
             reason = FinishReason.LENGTH  # max_tokens 0: only the prompt was wanted

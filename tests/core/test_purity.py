@@ -11,8 +11,9 @@ import octavo
 ROOT = Path(octavo.__file__).parent
 CORE = ["request.py", "plan.py", "scheduler.py", "policies.py", "engine.py", "clock.py", "events.py"]
 CORE += [f"kv/{name}.py" for name in ("pool", "prefix", "sizing", "tables")]
+PURE = [*CORE, "explain.py"]  # explain.py only listens: nothing in the core depends on what it keeps
 OF_THE_PROJECT = {"octavo.backends.base", "octavo.config", "octavo.errors", "octavo.units"}
-OF_THE_PROJECT |= {f"octavo.{name[:-3].replace('/', '.')}" for name in CORE}
+OF_THE_PROJECT |= {f"octavo.{name[:-3].replace('/', '.')}" for name in PURE}
 
 
 def imports_of(path):
@@ -23,7 +24,7 @@ def imports_of(path):
             yield node.module
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", PURE)
 def test_core_imports_only_core_and_the_standard_library(name):
     for module in imports_of(ROOT / name):
         if module.startswith("octavo"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _PERSON = b"octavo-kv-block1"  # BLAKE2 personalisation: these hashes never equal hashes made for something else
 
@@ -47,6 +47,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self.on_forget: Callable[[bytes], None] | None = None  # hears the hash of what stops being findable
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -75,8 +76,13 @@ class PrefixCache:
         digest = self._hash_of.pop(block_id, None)
         if digest is not None:
             del self._block_of[digest]
+            if self.on_forget is not None:
+                self.on_forget(digest)
 
     def clear(self) -> None:
+        if self.on_forget is not None:
+            for digest in self._block_of:
+                self.on_forget(digest)
         self._block_of.clear()
         self._hash_of.clear()
 

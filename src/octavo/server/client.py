@@ -18,6 +18,8 @@ from octavo.server.wire import (
     Admitted,
     Command,
     Events,
+    Explain,
+    Explained,
     Failed,
     FinishSequence,
     GetStats,
@@ -107,6 +109,10 @@ class EngineClient(Protocol):
         """EngineStats by field name. Raises EngineError."""
         ...
 
+    async def explain(self, request_ids: Sequence[str]) -> list[dict[str, Any] | None]:
+        """What happened to live or recent requests (octavo.explain); None for unknown ones. Raises EngineError."""
+        ...
+
     def fail_all(self, error: OctavoError) -> None:
         """End every request in flight with `error`."""
         ...
@@ -177,6 +183,10 @@ class BaseEngineClient:
         values: dict[str, Any] = await self._ask(GetStats)
         return values
 
+    async def explain(self, request_ids: Sequence[str]) -> list[dict[str, Any] | None]:
+        stories: list[dict[str, Any] | None] = await self._ask(lambda ticket: Explain(ticket, list(request_ids)))
+        return stories
+
     async def _ask(self, make: Callable[[int], Command], handle: RequestHandle | None = None) -> Any:
         if self._failure is not None:
             raise EngineError(str(self._failure))
@@ -211,6 +221,8 @@ class BaseEngineClient:
             self._answer(message.ticket, from_wire(message.error))
         elif isinstance(message, Stats):
             self._answer(message.ticket, message.values)
+        elif isinstance(message, Explained):
+            self._answer(message.ticket, message.stories)
         elif isinstance(message, Failed):
             self.fail(from_wire(message.error))
 

@@ -13,6 +13,8 @@ from octavo.server.wire import (
     Admitted,
     Command,
     Events,
+    Explain,
+    Explained,
     Failed,
     FinishSequence,
     GenerationError,
@@ -53,6 +55,7 @@ class EngineLoop:
         self._stopping = False
         # Terminal events of an abort come out of the next step, even if nothing is left to compute.
         self._flush = False
+        engine.observe()
 
     def run(self) -> None:
         """Returns after Shutdown. An exception of the engine itself is reported as Failed and ends the loop."""
@@ -84,6 +87,8 @@ class EngineLoop:
             self._engine.finish_sequence(command.request_id, command.index)
         elif isinstance(command, GetStats):
             self._emit(Stats(command.ticket, _plain(self._engine.stats())))
+        elif isinstance(command, Explain):
+            self._emit(Explained(command.ticket, [self._engine.explain(i) for i in command.request_ids]))
         elif isinstance(command, Shutdown):
             self._stopping = True
 
@@ -98,6 +103,7 @@ class EngineLoop:
                     spec.params,
                     eos_token_ids=frozenset(spec.eos_token_ids),
                     cache_salt=spec.cache_salt,
+                    tenant=spec.tenant,
                     priority=spec.priority,
                 )
                 for spec in command.specs

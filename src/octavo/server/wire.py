@@ -31,6 +31,7 @@ class SubmitSpec(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    tenant: str = ""
     priority: int = 0
 
 
@@ -106,11 +107,18 @@ class GetStats(msgspec.Struct, tag="stats", frozen=True):
     ticket: int
 
 
+class Explain(msgspec.Struct, tag="explain", frozen=True):
+    """Answered by Explained: what happened to these requests."""
+
+    ticket: int
+    request_ids: list[str]
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
-Command = Submit | Abort | FinishSequence | GetStats | Shutdown
+Command = Submit | Abort | FinishSequence | GetStats | Explain | Shutdown
 
 
 # Engine to front end.
@@ -163,4 +171,11 @@ class Stats(msgspec.Struct, tag="stats_reply", frozen=True):
     values: dict[str, Any]
 
 
-Message = Progress | Ready | Failed | Admitted | Refused | Events | Stats
+class Explained(msgspec.Struct, tag="explained", frozen=True):
+    """One entry per id asked for; None for one that is unknown or too long ago."""
+
+    ticket: int
+    stories: list[dict[str, Any] | None]
+
+
+Message = Progress | Ready | Failed | Admitted | Refused | Events | Stats | Explained
