@@ -21,7 +21,15 @@ from octavo.server.chat import create_chat_completion
 from octavo.server.client import EngineClient
 from octavo.server.completions import create_completion
 from octavo.server.envelope import Envelope
-from octavo.server.failures import ModelUnknownError, error_fields, error_response, json_response
+from octavo.server.failures import (
+    ModelUnknownError,
+    anthropic_error_response,
+    error_response,
+    json_response,
+    plain_error_response,
+    speaks_anthropic,
+)
+from octavo.server.messages import count_tokens, create_message
 from octavo.server.metrics import CONTENT_TYPE
 from octavo.server.responses import create_response
 from octavo.server.state import ServerSettings, ServerState
@@ -51,6 +59,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             Route("/v1/completions", _guard(create_completion), methods=["POST"]),
             Route("/v1/chat/completions", _guard(create_chat_completion), methods=["POST"]),
             Route("/v1/responses", _guard(create_response), methods=["POST"]),
+            Route("/v1/messages", _guard(create_message), methods=["POST"]),
+            Route("/v1/messages/count_tokens", _guard(count_tokens), methods=["POST"]),
             Route("/tokenize", _guard(tokenize), methods=["POST"]),
             Route("/detokenize", _guard(detokenize), methods=["POST"]),
             Route("/v1/models", _guard(list_models), methods=["GET"]),
@@ -82,12 +92,12 @@ def _guard(endpoint: Endpoint) -> Callable[[Request], Awaitable[Any]]:
         try:
             return await endpoint(request, request.app.state.server)
         except OctavoError as e:
-            return error_response(e)
+            return anthropic_error_response(e) if speaks_anthropic(request.url.path) else error_response(e)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
         except Exception:
             logger.exception("a request failed")
-            return json_response(error_fields("internal error", "server_error", None, "internal_error"), 500)
+            return plain_error_response(request.url.path, "internal error", "server_error", "internal_error", 500)
 
     return guarded
 
@@ -101,8 +111,8 @@ async def _http_error(request: Request, exc: Exception) -> Response:
         message, code = "no such path", "not_found"
     else:
         message, code = str(exc.detail), None
-    content = error_fields(message, "invalid_request_error", None, code)
-    return json_response(content, exc.status_code, dict(exc.headers or {}))
+    headers = dict(exc.headers or {})
+    return plain_error_response(request.url.path, message, "invalid_request_error", code, exc.status_code, headers)
 
 
 def _model_card(state: ServerState) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.server.failures import error_fields, json_response
+from octavo.server.failures import plain_error_response
 
 OPEN_PATHS = frozenset({"/health", "/version"})
 
@@ -39,22 +39,26 @@ class Envelope:
         if self._key is None or scope["path"] in OPEN_PATHS or self._authorised(scope):
             await self._app(scope, receive, send_with_id)
         else:
-            content = error_fields(
-                "a valid API key is required: Authorization: Bearer KEY",
+            response = plain_error_response(
+                scope["path"],
+                "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY",
                 "invalid_request_error",
-                None,
                 "invalid_api_key",
+                401,
+                {"WWW-Authenticate": "Bearer"},
             )
-            response = json_response(content, 401, {"WWW-Authenticate": "Bearer"})
             await response(scope, receive, send_with_id)
 
     def _authorised(self, scope: Scope) -> bool:
-        """Exactly one Authorization header with the key, compared in constant time (scheme: RFC 9110, any case)."""
+        """Exactly one header with the key, compared in constant time: Authorization, or Anthropic's x-api-key."""
         assert self._key is not None
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given = [(name, value) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
         if len(given) != 1:
             return False
-        scheme, _, key = given[0].partition(b" ")
+        name, value = given[0]
+        if name == b"x-api-key":
+            return hmac.compare_digest(value.strip(), self._key)
+        scheme, _, key = value.partition(b" ")  # the scheme is in any case (RFC 9110)
         return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
 
 

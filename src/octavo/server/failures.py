@@ -62,12 +62,54 @@ def status_of(error: OctavoError) -> int:
 
 
 def error_response(error: OctavoError) -> Response:
-    headers = {}
+    return json_response(error_object(error), status_of(error), _retry_headers(error))
+
+
+def _retry_headers(error: OctavoError) -> dict[str, str]:
     if isinstance(error, QueueFullError):
-        headers["Retry-After"] = str(error.retry_after)
-    elif status_of(error) == 503:
-        headers["Retry-After"] = "1"
-    return json_response(error_object(error), status_of(error), headers)
+        return {"Retry-After": str(error.retry_after)}
+    return {"Retry-After": "1"} if status_of(error) == 503 else {}
+
+
+# Anthropic's names for kinds of errors, by HTTP status.
+ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def speaks_anthropic(path: str) -> bool:
+    return path.startswith("/v1/messages")
+
+
+def anthropic_error(error: OctavoError) -> dict[str, Any]:
+    return in_anthropic_words(error_object(error), status_of(error))
+
+
+def in_anthropic_words(content: dict[str, Any], status: int) -> dict[str, Any]:
+    """{"type": "error", "error": {type, message}} of an OpenAI error object."""
+    kind = ANTHROPIC_KINDS.get(status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": content["error"]["message"]}}
+
+
+def anthropic_error_response(error: OctavoError) -> Response:
+    return json_response(anthropic_error(error), status_of(error), _retry_headers(error))
+
+
+def plain_error_response(
+    path: str, message: str, kind: str, code: str | None, status: int, headers: dict[str, str] | None = None
+) -> Response:
+    """An error that has no exception, in the words of the protocol that `path` speaks."""
+    content = error_fields(message, kind, None, code)
+    if speaks_anthropic(path):
+        content = in_anthropic_words(content, status)
+    return json_response(content, status, headers)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
