@@ -189,6 +189,9 @@ def _check_result(plan: StepPlan, result: StepResult) -> None:
         raise EngineError(f"{len(result.rows)} results for {len(plan.rows)} rows")
     for row, out in zip(plan.rows, result.rows, strict=True):
         if out.error is None and (
-            (out.token_id is None) != (row.sample is None) or len(out.scores) != len(row.score_ids)
+            (out.token_id is None) != (row.sample is None)
+            or len(out.scores) != len(row.score_ids)
+            or len(out.forks) != len(row.forks)
+            or any(fork.error is None and fork.token_id is None for fork in out.forks)
         ):
             raise EngineError("the result of a row does not match what was asked for")

@@ -18,7 +18,8 @@ class OutputEvent:
     `logprobs` is parallel to them when logprobs were asked for. `prompt_logprobs` are the new entries
     of the prompt (position 1, 2, ... in order, over all events). `num_cached` is the number of hit
     tokens at first admission. `stop_reason` is the stop token id (or, from the text layer, the stop
-    string) that ended the sequence. `error` is set iff finish_reason is ERROR.
+    string) that ended the sequence. `error` is set iff finish_reason is ERROR. `num_shared` counts the
+    prompt tokens that this sample did not compute because a sibling had.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class OutputEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    num_shared: int = 0
 
 
 class WaitReason(enum.StrEnum):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import QueueFullError
 from octavo.plan import TokenLogprobs
+from octavo.ranking import rank
 from octavo.request import FinishReason, Request, SamplingParams
 from octavo.results import CompletionOutput, LogprobsOfPosition, RequestOutput, logprobs_of
 
@@ -47,10 +48,18 @@ class Job:
     outputs: list[SequenceOutput | TokenOutput]
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached: int = 0
+    num_shared: dict[int, int] = field(default_factory=dict)  # by sample
 
     @property
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
+
+    def answers(self) -> list[SequenceOutput | TokenOutput]:
+        """The outputs to show: with best_of the n best of them, best first."""
+        params = self.request.params
+        if params.num_sequences == params.n:
+            return self.outputs
+        return [self.outputs[i] for i in rank([output.logprobs for output in self.outputs])[: params.n]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ class OfflineDriver:
         self.tokenizer = tokenizer
 
     def job(self, request: Request, prompt: str | None) -> Job:
-        outputs = [self._output(request.params, request.prompt_token_ids) for _ in range(request.params.n)]
+        outputs = [self._output(request.params, request.prompt_token_ids) for _ in range(request.params.num_sequences)]
         return Job(request, prompt, outputs)
 
     def _output(self, params: SamplingParams, prompt_token_ids: list[int]) -> SequenceOutput | TokenOutput:
@@ -112,6 +121,7 @@ class OfflineDriver:
         job = live.get(event.request_id)
         if job is None:
             return None  # the end of a request that an earlier run aborted
+        job.num_shared[event.index] = event.num_shared
         if event.index == 0:
             job.prompt_logprobs.extend(event.prompt_logprobs)
             job.num_cached = max(job.num_cached, event.num_cached)
@@ -144,10 +154,11 @@ class OfflineDriver:
             request_id=job.request.request_id,
             prompt=job.prompt,
             prompt_token_ids=list(job.request.prompt_token_ids),
-            outputs=[self._completion(index, output, params) for index, output in enumerate(job.outputs)],
+            outputs=[self._completion(index, output, params) for index, output in enumerate(job.answers())],
             prompt_logprobs=prompt_logprobs,
             finished=job.finished,
             num_cached_tokens=job.num_cached,
+            num_shared_tokens=sum(job.num_shared.values()),
         )
 
     def _completion(self, index: int, output: SequenceOutput | TokenOutput, params: SamplingParams) -> CompletionOutput:

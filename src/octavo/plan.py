@@ -39,7 +39,8 @@ class PlanRow:
     KV of positions before `start` is already there. `sample` is set iff the last token of the row is
     the last known token of its sequence and a token is wanted. `score_ids[i]`, where present, asks for
     the log-probability of that token as the successor of token_ids[i] (prompt logprobs), with the
-    `num_scores` most probable alternatives.
+    `num_scores` most probable alternatives. `forks` are further draws from the logits that `sample` draws
+    from, for sequences that share this row's tokens so far: the prompt of n samples is computed once.
     """
 
     token_ids: list[int]
@@ -48,15 +49,21 @@ class PlanRow:
     sample: SampleSpec | None = None
     score_ids: list[int] = field(default_factory=list)
     num_scores: int = 0
+    forks: tuple[SampleSpec, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.token_ids and self.start >= 0
         assert len(self.score_ids) <= len(self.token_ids)
+        assert not self.forks or self.sample is not None
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: its rows, decodes first. `copies` are (source, target) block ids copied before it."""
+    """One step: its rows, decodes first.
+
+    `copies` are (source, target) block ids: whole blocks, all layers, copied one after the other in this
+    order before any row writes. So the source of one copy may be the target of a later one.
+    """
 
     rows: tuple[PlanRow, ...]
     copies: tuple[tuple[int, int], ...] = ()
@@ -84,13 +91,15 @@ class TokenLogprobs:
 class RowResult:
     """What came of one PlanRow: the drawn token if one was asked for, or the error of that row alone.
 
-    `logprobs` is set iff `sample.params.logprobs` is not None; `scores` has one entry per `score_ids`.
+    `logprobs` is set iff `sample.params.num_logprobs` is not None; `scores` has one entry per `score_ids`,
+    `forks` one result per entry of the row's `forks`.
     """
 
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     scores: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    forks: tuple[RowResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

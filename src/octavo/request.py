@@ -46,10 +46,12 @@ class SamplingParams:
     `max_tokens` None means all the room that the context leaves; larger values are clamped to it.
     presence and frequency penalties count generated tokens, the repetition penalty counts prompt
     and generated tokens (as transformers does). `logprobs` k asks for the k most probable tokens
-    beside the chosen one, from the distribution before penalties and temperature.
+    beside the chosen one, from the distribution before penalties and temperature. `best_of` draws that
+    many samples and keeps the n with the highest mean log-probability per token.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -85,6 +87,11 @@ class SamplingParams:
 
     def _check_limits(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, "n", f"must be an integer from 1 to {MAX_SAMPLES}")
+        _check(
+            self.best_of is None or (_is_int(self.best_of) and self.n <= self.best_of <= MAX_SAMPLES),
+            "best_of",
+            f"must be an integer from n to {MAX_SAMPLES}",
+        )
         _check(
             self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 0),
             "max_tokens",
@@ -135,6 +142,21 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine runs for one prompt."""
+        return self.best_of or self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens a backend returns beside the drawn one; None: no logprobs.
+
+        Ranking needs the drawn tokens' logprobs even if the client does not.
+        """
+        if self.logprobs is None and self.num_sequences > self.n:
+            return 0
+        return self.logprobs
 
     @property
     def has_penalties(self) -> bool:
@@ -195,6 +217,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "num_registered",
+        "num_shared",
         "order",
         "prompt_logprobs_done",
         "request",
@@ -213,6 +236,7 @@ class Sequence:
         self.block_hashes: list[bytes] = []  # chained hashes of the full blocks known so far
         self.num_registered = 0  # leading blocks already findable in the prefix cache
         self.num_cached: int | None = None  # hit tokens at first admission; None until admitted
+        self.num_shared = 0  # tokens whose KV it took from a sibling when it started
         self.num_preemptions = 0
         self.prompt_logprobs_done = 0  # prompt positions whose logprobs were already emitted
         self.order: tuple[float, int, int] = (0.0, 0, index)  # place in line, set by the scheduler

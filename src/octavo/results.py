@@ -35,7 +35,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt. `prompt_logprobs[0]` is None: nothing comes before the first token."""
+    """What became of one prompt. `prompt_logprobs[0]` is None: nothing comes before the first token.
+
+    `num_shared_tokens` (not in vLLM): prompt tokens that samples did not compute because a sibling had.
+    """
 
     request_id: str
     prompt: str | None
@@ -44,6 +47,7 @@ class RequestOutput:
     prompt_logprobs: list[LogprobsOfPosition | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
+    num_shared_tokens: int = 0
 
 
 def logprobs_of(entry: TokenLogprobs, decoded: dict[int, str]) -> LogprobsOfPosition:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import bisect
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from octavo.config import EngineConfig
 from octavo.errors import QueueFullError, RequestError
 from octavo.events import Observer, OutputEvent, WaitReason
-from octavo.kv.tables import BlockTables
-from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult
+from octavo.kv.tables import BlockTables, Hits
+from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
 from octavo.policies import admission_order, choose_victim
-from octavo.request import FinishReason, Request, Sequence, SequenceStatus
+from octavo.request import MAX_SAMPLES, FinishReason, Request, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
 _RUNNING = SequenceStatus.RUNNING
+_WAITING = SequenceStatus.WAITING
 # A request with several samples is counted once, by the gravest of their reasons.
 _GRAVITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
 
@@ -32,7 +33,7 @@ class Counters:
     """Totals since the start; none ever goes down.
 
     Hits are counted where they save a request's own work for the first time: hits after a preemption
-    and hits on blocks of a sibling sample are counted apart, so hit_tokens / query_tokens is the rate at
+    and what a sample takes from a sibling are counted apart, so hit_tokens / query_tokens is the rate at
     which *other* requests' work was reused. Requests that want prompt logprobs look nothing up.
     """
 
@@ -50,13 +51,17 @@ class Counters:
 
 
 class _Draft:
-    """A step while it is being planned: rows in order, and the tokens that may still be given out."""
+    """A step while it is being planned: rows in order, and the tokens that may still be given out.
 
-    __slots__ = ("budget", "rows")
+    `forks`: the samples that begin with the token which the row of their sibling draws.
+    """
+
+    __slots__ = ("budget", "forks", "rows")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.rows: dict[Sequence, PlanRow] = {}
+        self.forks: dict[Sequence, list[Sequence]] = {}
 
     def add(self, seq: Sequence, row: PlanRow) -> None:
         self.rows[seq] = row
@@ -91,6 +96,7 @@ class Scheduler:
         self._next_serial = 0
         self._num_live = 0
         self._in_flight: tuple[Sequence, ...] = ()  # the rows' sequences of the plan not yet committed
+        self._forks: dict[Sequence, list[Sequence]] = {}  # its forks
         self._pending: list[OutputEvent] = []  # events that did not come from a step
 
     @property
@@ -103,10 +109,11 @@ class Scheduler:
         """Queue all samples of a request. QueueFullError; RequestError if the id is taken."""
         if request.request_id in self.requests:
             raise RequestError("request_id is already in use", param="request_id", code="duplicate_request_id")
-        n = request.params.n
+        n = request.params.num_sequences
         limit = self.config.max_num_seqs + self.config.max_num_waiting
         if n > limit:
-            raise RequestError(f"n must be at most {limit} on this server", param="n", code="invalid_value")
+            name = "n" if n == request.params.n else "best_of"
+            raise RequestError(f"{name} must be at most {limit} on this server", param=name, code="invalid_value")
         if self._num_live + n > limit:
             raise QueueFullError(len(self.waiting))
         serial = self._next_serial
@@ -157,8 +164,10 @@ class Scheduler:
         self._plan_running(draft)
         self._admit(draft, now)
         assert draft.rows or not (self.running or self.waiting), "work is waiting, but nothing was planned"
+        self._plan_forks(draft)
         self._in_flight = tuple(draft.rows)
-        return StepPlan(tuple(draft.rows.values()))
+        self._forks = draft.forks
+        return StepPlan(tuple(draft.rows.values()), self.tables.take_copies())
 
     def _plan_running(self, draft: _Draft) -> None:
         """Sequences that need one token first, so that long prompts never hold up a running answer."""
@@ -179,13 +188,12 @@ class Scheduler:
         if end <= seq.num_computed:
             return
         tables = self.tables
-        if (missing := tables.num_missing(seq, end)) > 0:
-            while missing > tables.pool.num_free:
-                victim = choose_victim(self.running)
-                self._preempt(victim, draft)
-                if victim is seq:
-                    return
-            tables.grow(seq, end)
+        while tables.num_missing(seq, end) > tables.pool.num_free:
+            victim = choose_victim(self.running)
+            self._preempt(victim, draft)
+            if victim is seq:
+                return
+        tables.grow(seq, end)
         if self.observer is not None and (end - seq.num_computed > 1 or seq.num_computed < seq.num_prompt):
             self.observer.computing(seq, end - seq.num_computed)
         draft.add(seq, self._row(seq, end))
@@ -193,10 +201,7 @@ class Scheduler:
     def _row(self, seq: Sequence, end: int) -> PlanRow:
         request = seq.request
         token_ids = seq.token_ids
-        sample = None
-        if end == len(token_ids) and request.max_tokens > 0:
-            banned = () if end - seq.num_prompt >= request.params.min_tokens else _ids_to_ban(request)
-            sample = SampleSpec(request.params, request.seed, seq.index, end, token_ids, seq.num_prompt, banned)
+        sample = _sample_spec(seq) if end == len(token_ids) and request.max_tokens > 0 else None
         start = seq.num_computed
         row_ids = token_ids[start:end]
         if not seq.owes_prompt_logprobs or end <= seq.prompt_logprobs_done:
@@ -205,48 +210,60 @@ class Scheduler:
         return PlanRow(row_ids, start, seq.block_ids, sample, score_ids, request.params.prompt_logprobs or 0)
 
     def _admit(self, draft: _Draft, now: float) -> None:
-        """From the front of the line, without overtaking, as long as budget, places and blocks last."""
+        """From the front of the line, without overtaking, as long as budget, places and blocks last.
+
+        A sample whose sibling is computing their prompt waits for it without holding up the line; a
+        place and a block stay reserved for it.
+        """
         reason: WaitReason | None = None
-        while self.waiting and draft.budget > 0:
-            seq = self.waiting[0]
-            if self._sibling_is_computing_prompt(seq):
-                reason = WaitReason.PREFIX
+        num_riding = 0
+        while num_riding < len(self.waiting) and draft.budget > 0:
+            seq = self.waiting[num_riding]
+            if seq.request.params.num_sequences > 1 and self._rides(seq):
+                num_riding += 1
+                continue
+            hits = self.tables.find_hits(seq, self._sibling_with_prompt(seq))
+            reason = self._obstacle(seq, hits, num_riding)
+            if reason is not None and not self._displace_for(seq, hits, num_riding, draft):
                 break
-            hits = self.tables.find_hits(seq)
-            reason = self._obstacle(seq, hits)
-            if reason is not None and not self._displace_for(seq, hits, draft):
-                break
-            self.waiting.pop(0)
+            self.waiting.pop(num_riding)
             seq.status = _RUNNING
             bisect.insort(self.running, seq, key=_ORDER)
             self.tables.take_hits(seq, hits)
             self._count_admission(seq, now)
             self._advance(seq, draft)
-        if self.observer is not None and self.waiting:
-            self.observer.held(self.waiting[0], (draft.budget > 0 and reason) or WaitReason.BUDGET)
+        if self.observer is not None:
+            for seq in self.waiting[:num_riding]:
+                self.observer.held(seq, WaitReason.PREFIX)
+            for seq in self.waiting[num_riding : num_riding + 1]:
+                self.observer.held(seq, (draft.budget > 0 and reason) or WaitReason.BUDGET)
 
-    def _sibling_is_computing_prompt(self, seq: Sequence) -> bool:
-        """A later sample waits until the prompt's blocks are there to be hit, rather than compute them again."""
-        if seq.index == 0 or not self.config.enable_prefix_caching:
-            return False
+    def _rides(self, seq: Sequence) -> bool:
+        """Is a sibling computing the prompt that this sample then shares?"""
         samples = self.requests[seq.request.request_id]
         return any(s.status is _RUNNING and s.num_computed < s.num_prompt for s in samples)
 
-    def _obstacle(self, seq: Sequence, hits: list[int]) -> WaitReason | None:
-        """What is missing to admit `seq`: a place, or free blocks for all known tokens; None if nothing is.
+    def _sibling_with_prompt(self, seq: Sequence) -> Sequence | None:
+        """A running sibling, whose blocks hold the prompt: it serves a sample that starts later than the others."""
+        if seq.request.params.num_sequences == 1:
+            return None
+        return next((s for s in self.requests[seq.request.request_id] if s.status is _RUNNING), None)
+
+    def _obstacle(self, seq: Sequence, hits: Hits, num_reserved: int) -> WaitReason | None:
+        """What is missing to admit `seq` beside what is reserved: a place, or free blocks for all known tokens.
 
         All, not only those of the first chunk, and one to spare where others run: otherwise admitting
         one soon preempts another, and they thrash. Running sequences that have not caught up need no
         reserve here, because while there are any they leave no budget to admit others.
         """
-        if len(self.running) >= self.config.max_num_seqs:
+        if len(self.running) + num_reserved >= self.config.max_num_seqs:
             return WaitReason.PLACES
         pool = self.tables.pool
-        spare = 1 if self.running else 0
-        needed = self.tables.num_missing(seq, seq.num_known) - len(hits)
-        return None if needed + spare <= pool.num_free - pool.num_free_of(hits) else WaitReason.BLOCKS
+        spare = num_reserved + (1 if self.running else 0)
+        needed = self.tables.num_missing(seq, seq.num_known) - len(hits.block_ids)
+        return None if needed + spare <= pool.num_free - pool.num_free_of(hits.block_ids) else WaitReason.BLOCKS
 
-    def _displace_for(self, seq: Sequence, hits: list[int], draft: _Draft) -> bool:
+    def _displace_for(self, seq: Sequence, hits: Hits, num_reserved: int, draft: _Draft) -> bool:
         """Preempt running sequences that come after `seq` in line, if that makes room for it.
 
         First come first served never gets here with such a sequence: all that run came earlier.
@@ -254,12 +271,34 @@ class Scheduler:
         later = [s for s in self.running if s.order > seq.order]
         if not later:
             return False
-        attainable = self.tables.pool.num_free + sum(len(s.block_ids) for s in later)
+        attainable = self.tables.pool.num_free + self.tables.num_freed_by(later)
         if self.tables.num_missing(seq, seq.num_known) > attainable:
             return False
-        while later and self._obstacle(seq, hits):
+        while later and self._obstacle(seq, hits, num_reserved):
             self._preempt(later.pop(), draft)
-        return self._obstacle(seq, hits) is None
+        return self._obstacle(seq, hits, num_reserved) is None
+
+    def _plan_forks(self, draft: _Draft) -> None:
+        """Samples that wait for their prompt draw their first token from the logits of the sibling that has it.
+
+        As many as there are places and blocks for the step after this one; the others are admitted later.
+        """
+        pool = self.tables.pool
+        for seq, row in draft.rows.items():
+            if row.start + len(row.token_ids) != seq.num_known or seq.num_generated > 0:
+                continue
+            others = len(self.running) + sum(map(len, draft.forks.values()))
+            most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens) - others
+            most = min(most, pool.num_free - (others > 1)) if row.sample is not None else MAX_SAMPLES
+            siblings = [
+                s for s in self.requests[seq.request.request_id] if s.status is _WAITING and not s.num_generated
+            ]
+            if most > 0 and siblings:
+                draft.forks[seq] = siblings[:most]
+        for seq, forks in draft.forks.items():
+            row = draft.rows[seq]
+            if row.sample is not None:
+                draft.rows[seq] = replace(row, forks=tuple(_sample_spec(fork) for fork in forks))
 
     def _count_admission(self, seq: Sequence, now: float) -> None:
         counters = self.counters
@@ -269,6 +308,7 @@ class Scheduler:
             counters.readmission_hit_tokens += seq.num_computed
         elif seq.index > 0:
             seq.num_cached = self.requests[seq.request.request_id][0].num_cached or 0
+            seq.num_shared = seq.num_computed
             counters.sibling_hit_tokens += seq.num_computed
         else:
             seq.num_cached = seq.num_computed
@@ -307,10 +347,9 @@ class Scheduler:
         events = []
         for seq, row, out in zip(self._in_flight, plan.rows, result.rows, strict=True):
             if seq.status is _RUNNING:  # else it was aborted while the step ran
-                event = self._commit_row(seq, row, out)
-                if event is not None:
-                    events.append(event)
+                events += self._commit_row(seq, row, out)
         self._in_flight = ()
+        self._forks = {}
         self.counters.steps += 1
         if self.observer is not None:
             self.observer.step_committed()
@@ -322,10 +361,16 @@ class Scheduler:
         pending, self._pending = self._pending, []
         return pending
 
-    def _commit_row(self, seq: Sequence, row: PlanRow, out: RowResult) -> OutputEvent | None:
+    def _commit_row(self, seq: Sequence, row: PlanRow, out: RowResult) -> list[OutputEvent]:
+        """The events of a row's sequence and of its forks."""
+        planned = self._forks.get(seq, [])
+        pairs = zip(planned, out.forks or (out,) * len(planned), strict=True)
+        forks = [(fork, drawn) for fork, drawn in pairs if fork.status is _WAITING]
         if out.error is not None:
-            self._finish(seq, FinishReason.ERROR)
-            return _terminal_event(seq, out.error)
+            failed = [seq, *(fork for fork, _ in forks)]
+            for one in failed:
+                self._finish(one, FinishReason.ERROR)
+            return [_terminal_event(one, out.error) for one in failed]
         end = row.start + len(row.token_ids)
         if row.start < seq.num_prompt:
             self.counters.prompt_tokens_computed += min(end, seq.num_prompt) - row.start
@@ -335,17 +380,34 @@ class Scheduler:
         if row.score_ids:  # a recomputed row may score again what was already reported
             scores = scores[max(0, seq.prompt_logprobs_done - row.start) :]
             seq.prompt_logprobs_done += len(scores)
+        for fork, _ in forks:
+            self._start_fork(fork, seq)
+        events = [self._take(seq, out, scores), *(self._take(fork, drawn, ()) for fork, drawn in forks)]
+        return [event for event in events if event is not None]
+
+    def _start_fork(self, fork: Sequence, seq: Sequence) -> None:
+        """`fork` runs from here on, on the blocks of its sibling `seq`, whose prompt has just been computed."""
+        self.waiting.remove(fork)
+        fork.status = _RUNNING
+        bisect.insort(self.running, fork, key=_ORDER)
+        self.tables.share(seq, fork)
+        self._count_admission(fork, 0.0)  # its queue time is its request's
+
+    def _take(self, seq: Sequence, out: RowResult, scores: tuple[TokenLogprobs, ...]) -> OutputEvent | None:
+        """What a sequence drew, if anything, and whether that ends it."""
+        if out.error is not None:
+            self._finish(seq, FinishReason.ERROR)
+            return _terminal_event(seq, out.error)
         token_ids: tuple[int, ...] = ()
         reason = None
-        if row.sample is not None:
-            assert out.token_id is not None
+        if out.token_id is not None:
             token_ids = (out.token_id,)
             seq.token_ids.append(out.token_id)
             self.counters.generated_tokens += 1
             if self.observer is not None and len(seq.token_ids) == seq.num_prompt + 1:
                 self.observer.first_token(seq)
             reason = self._reason_to_stop(seq, out.token_id)
-        elif end == len(seq.token_ids):
+        elif seq.num_computed == seq.num_known:
             reason = FinishReason.LENGTH  # max_tokens 0: only the prompt was wanted
         if reason is not None:
             self._finish(seq, reason)
@@ -353,7 +415,15 @@ class Scheduler:
             return None
         logprobs = (out.logprobs,) if out.logprobs is not None else None
         return OutputEvent(
-            seq.request.request_id, seq.index, token_ids, logprobs, scores, seq.num_cached or 0, reason, seq.stop_reason
+            seq.request.request_id,
+            seq.index,
+            token_ids,
+            logprobs,
+            scores,
+            seq.num_cached or 0,
+            reason,
+            seq.stop_reason,
+            num_shared=seq.num_shared,
         )
 
     def _reason_to_stop(self, seq: Sequence, token_id: int) -> FinishReason | None:
@@ -379,6 +449,7 @@ class Scheduler:
         """
         live = {s.request.request_id: s for s in (self._in_flight or [*self.running, *self.waiting])}
         self._in_flight = ()
+        self._forks = {}
         self.tables.reset(self.running)
         for request_id in live:
             for seq in self.requests.get(request_id, ()):
@@ -392,6 +463,13 @@ def _terminal_event(seq: Sequence, error: str | None = None) -> OutputEvent:
     return OutputEvent(
         seq.request.request_id, seq.index, num_cached=seq.num_cached or 0, finish_reason=seq.finish_reason, error=error
     )
+
+
+def _sample_spec(seq: Sequence) -> SampleSpec:
+    """How to draw the token after all that `seq` knows."""
+    request = seq.request
+    banned = () if seq.num_generated >= request.params.min_tokens else _ids_to_ban(request)
+    return SampleSpec(request.params, request.seed, seq.index, seq.num_known, seq.token_ids, seq.num_prompt, banned)
 
 
 def _ids_to_ban(request: Request) -> tuple[int, ...]:

@@ -291,3 +291,15 @@ def test_progress_bar_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None
     assert captured.out == ""
     assert "Generating" in captured.err
     assert "2/2" in captured.err
+
+
+def test_best_of_returns_the_most_probable_per_token() -> None:
+    """C068: all samples are drawn, the n best are returned, best first."""
+    common = {"max_tokens": 6, "seed": 3, "ignore_eos": True}
+    every = generate(make(), "best", SamplingParams(n=5, logprobs=0, **common))[0]
+    best = generate(make(), "best", SamplingParams(n=2, best_of=5, **common))[0]
+    ranked = sorted(every.outputs, key=lambda o: -o.cumulative_logprob / 6)
+    assert [o.token_ids for o in best.outputs] == [o.token_ids for o in ranked[:2]]
+    assert [o.index for o in best.outputs] == [0, 1]
+    assert best.outputs[0].logprobs is None
+    assert best.num_shared_tokens == 4 * len(ids_of("best"))

@@ -35,4 +35,4 @@ def test_core_imports_only_core_and_the_standard_library(name):
 
 
 def test_core_stays_small():
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in CORE) <= 1500
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in CORE) <= 2300  # docs/adr/0004-a-larger-core.md

@@ -107,7 +107,7 @@ def test_wrong_types_are_named(live: LiveServer) -> None:
     [
         ({"use_beam_search": True}, "use_beam_search"),
         ({"length_penalty": 0.5}, "length_penalty"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 129}, "best_of"),
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"store": True}, "store"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

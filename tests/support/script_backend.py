@@ -75,6 +75,10 @@ class SlotBackend:
             self.trace.append(
                 [RowTrace(r.start, len(r.token_ids), r.sample is not None, tuple(r.block_ids)) for r in plan.rows]
             )
+        for source, target in plan.copies:
+            assert source != target, "a block is copied onto itself"
+            size = self.block_size
+            self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
         self._check_writes(plan)
         # All rows write before any reads, as in a real step: a row must not depend on its place in the plan.
         contexts = [self._write(row) for row in plan.rows]
@@ -129,11 +133,14 @@ class SlotBackend:
         spec = row.sample
         if spec is None:
             return RowResult(scores=scores)
-        raw = self.logits(contexts[-1], spec)
+        first, *forks = (self._drawn(contexts[-1], one) for one in (spec, *row.forks))
+        return RowResult(first.token_id, first.logprobs, scores, forks=tuple(forks))
+
+    def _drawn(self, context: bytes, spec: SampleSpec) -> RowResult:
+        raw = self.logits(context, spec)
         token_id = self._draw(raw, spec)
-        num_top = spec.params.logprobs
-        logprobs = None if num_top is None else self._logprobs(raw, token_id, num_top)
-        return RowResult(token_id, logprobs, scores)
+        num_top = spec.params.num_logprobs
+        return RowResult(token_id, None if num_top is None else self._logprobs(raw, token_id, num_top))
 
     def _draw(self, raw: Logits, spec: SampleSpec) -> int:
         """Argmax of the biased logits without the banned ids; ties: lowest id."""

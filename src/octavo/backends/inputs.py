@@ -44,7 +44,7 @@ class SampleArrays:
         output: list[int] = []
         if p.has_penalties:
             prompt, output = spec.token_ids[: spec.num_prompt], spec.token_ids[spec.num_prompt :]
-        num_logprobs = -1 if p.logprobs is None else p.logprobs
+        num_logprobs = -1 if p.num_logprobs is None else p.num_logprobs
         self.ints.append(
             (
                 max(p.top_k, 0),
@@ -100,7 +100,8 @@ def flatten(plan: StepPlan) -> tuple[npt.NDArray[Any], ...]:
         for i, target in enumerate(row.score_ids):
             samples.add_score(first + i, target, row.num_scores)
         if row.sample is not None:
-            samples.add_sample(len(token_ids) - 1, row.sample)
+            for spec in (row.sample, *row.forks):
+                samples.add_sample(len(token_ids) - 1, spec)
     as_int32 = [np.array(a, dtype=np.int32) for a in (token_ids, positions, row_start, table_start, block_ids)]
     copies = np.array(plan.copies, dtype=np.int32).reshape(-1, 2)
     return (*as_int32, copies, *samples.arrays())
@@ -128,10 +129,13 @@ def _read_row(row: PlanRow, entries: Iterator[int], tokens: list[int], status: l
         scores.append(read(i, target, row.num_scores))
     if row.sample is None:
         return RowResult(scores=tuple(scores), error=error)
-    i = next(entries)
-    error = error or ROW_ERRORS.get(status[i])
-    if error is not None:
-        return RowResult(error=error)
-    wanted = row.sample.params.logprobs
-    chosen = None if wanted is None else read(i, tokens[i], wanted)
-    return RowResult(tokens[i], chosen, tuple(scores))
+    drawn = []
+    for spec in (row.sample, *row.forks):
+        i = next(entries)
+        if fault := error or ROW_ERRORS.get(status[i]):
+            drawn.append(RowResult(error=fault))
+            continue
+        wanted = spec.params.num_logprobs
+        drawn.append(RowResult(tokens[i], None if wanted is None else read(i, tokens[i], wanted)))
+    first, *forks = drawn
+    return RowResult(first.token_id, first.logprobs, () if first.error else tuple(scores), first.error, tuple(forks))

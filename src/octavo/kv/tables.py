@@ -1,8 +1,10 @@
-"""Block tables of sequences: taking hits, growing, freeing, and making full blocks findable."""
+"""Block tables of sequences: taking hits, sharing, growing, freeing, and making full blocks findable."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from octavo.kv.pool import BlockPool
 from octavo.kv.prefix import PrefixCache, extend_block_hashes
@@ -10,46 +12,110 @@ from octavo.kv.sizing import blocks_for
 from octavo.request import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Where the KV of the first `num_tokens` tokens of a sequence already is.
+
+    `block_ids` are full blocks, to be shared. What goes beyond them are the first tokens of the block
+    `partial`: the sequence will write behind them, so it gets a copy.
+    """
+
+    num_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    partial: int | None = None
+
+
 class BlockTables:
-    """The only place that changes `Sequence.block_ids`."""
+    """The only place that changes `Sequence.block_ids`.
+
+    Copy-on-write: a block with several references is read by all their holders and written by none.
+    Whoever writes next to one gets a copy first (`grow`), and the last holder writes in place. Only the
+    last block of a table can be written to, so one copy per sequence and step is enough.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks, PrefixCache())
+        self._copies: list[tuple[int, int]] = []
 
     def num_missing(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that `seq` still lacks to hold `num_tokens` tokens; not positive if none."""
-        return blocks_for(num_tokens, self.block_size) - len(seq.block_ids)
+        """Blocks to allocate before `seq` can hold `num_tokens` tokens, the copy of a shared one included."""
+        return blocks_for(num_tokens, self.block_size) - len(seq.block_ids) + self._writes_shared(seq)
 
-    def find_hits(self, seq: Sequence) -> list[int]:
-        """Cached blocks with the first tokens of `seq`; takes no reference.
+    def _writes_shared(self, seq: Sequence) -> bool:
+        """Is the block that the next token of `seq` goes to one that others read?"""
+        i = seq.num_computed // self.block_size
+        return i < len(seq.block_ids) and self.pool.ref_counts[seq.block_ids[i]] > 1
 
-        The last known token is never among them, since its logits are what the next token is drawn
+    def find_hits(self, seq: Sequence, sibling: Sequence | None = None) -> Hits:
+        """What is already there of `seq`, in the prefix cache or with a running `sibling`; takes no reference.
+
+        The last known token is never part of it, since its logits are what the next token is drawn
         from. Tokens whose prompt logprobs are still owed are not either: a hit has no logits.
         """
-        if not self.enable_prefix_caching:
-            return []
         limit = seq.num_known - 1
         if seq.owes_prompt_logprobs:
             limit = min(limit, seq.prompt_logprobs_done)
-        limit //= self.block_size
-        if limit > len(seq.block_hashes):
-            self._extend_hashes(seq, limit)
-        return self.pool.cache.find(seq.block_hashes, limit)
+        cached = self._find_cached(seq, limit)
+        if sibling is None:
+            return cached
+        num_shared = min(limit, seq.num_prompt, sibling.num_computed)
+        if num_shared <= cached.num_tokens:
+            return cached
+        full, rest = divmod(num_shared, self.block_size)
+        return Hits(num_shared, sibling.block_ids[:full], sibling.block_ids[full] if rest else None)
 
-    def take_hits(self, seq: Sequence, block_ids: list[int]) -> None:
-        """Start `seq` on blocks that `find_hits` returned."""
+    def _find_cached(self, seq: Sequence, limit: int) -> Hits:
+        if not self.enable_prefix_caching:
+            return Hits()
+        num_full = limit // self.block_size
+        if num_full > len(seq.block_hashes):
+            self._extend_hashes(seq, num_full)
+        block_ids = self.pool.cache.find(seq.block_hashes, num_full)
+        return Hits(len(block_ids) * self.block_size, block_ids)
+
+    def take_hits(self, seq: Sequence, hits: Hits) -> None:
+        """Start `seq` on what `find_hits` returned; the pool must have a block for the copy."""
         assert not seq.block_ids and seq.num_computed == 0
-        self.pool.retain(block_ids)
-        seq.block_ids = block_ids
-        seq.num_registered = len(block_ids)
-        seq.num_computed = len(block_ids) * self.block_size
+        self.pool.retain(hits.block_ids)
+        seq.block_ids = list(hits.block_ids)
+        seq.num_registered = len(seq.block_ids)
+        if hits.partial is not None:
+            seq.block_ids.append(self._copy(hits.partial))
+        seq.num_computed = hits.num_tokens
+
+    def share(self, seq: Sequence, sibling: Sequence) -> None:
+        """Give `sibling` all that `seq` has computed, its last block included, by reference."""
+        assert not sibling.block_ids and sibling.num_computed == 0
+        self.pool.retain(seq.block_ids)
+        sibling.block_ids = list(seq.block_ids)
+        sibling.block_hashes = seq.block_hashes[: seq.num_registered]
+        sibling.num_registered = seq.num_registered
+        sibling.num_computed = seq.num_computed
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
-        """Allocate blocks so that `seq` can hold `num_tokens` tokens; the pool must have them."""
-        for _ in range(self.num_missing(seq, num_tokens)):
+        """Allocate blocks so that `seq` can hold `num_tokens` tokens and writes to none that others read."""
+        missing = blocks_for(num_tokens, self.block_size) - len(seq.block_ids)
+        if self._writes_shared(seq):
+            i = seq.num_computed // self.block_size
+            shared = seq.block_ids[i]
+            seq.block_ids[i] = self._copy(shared)
+            self.pool.release([shared])
+        for _ in range(missing):
             seq.block_ids.append(self.pool.allocate())
+
+    def _copy(self, source: int) -> int:
+        target = self.pool.allocate()
+        if target != source:  # a free source may be the very block that is handed out: its content stays
+            self._copies.append((source, target))
+        return target
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """The copies that the step being planned has to make before it writes, in their order."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
 
     def register(self, seq: Sequence) -> None:
         """Make the blocks findable that are full now. Only after the step that wrote them is committed."""
@@ -61,6 +127,11 @@ class BlockTables:
         for i in range(seq.num_registered, num_full):
             self.pool.cache.register(seq.block_hashes[i], seq.block_ids[i])
         seq.num_registered = num_full
+
+    def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that would become free if all these sequences gave theirs back."""
+        held = Counter(block_id for seq in sequences for block_id in seq.block_ids)
+        return sum(self.pool.ref_counts[block_id] == count for block_id, count in held.items())
 
     def free(self, seq: Sequence, *, forget: bool = False) -> None:
         """Give all blocks back. `forget`: their content is not to be trusted, nobody may hit it."""
@@ -74,6 +145,7 @@ class BlockTables:
         """Take everything back by force, whatever the books say: after a fault of the backend."""
         for seq in sequences:
             self._clear(seq)
+        self._copies.clear()
         self.pool.reset()
 
     def _clear(self, seq: Sequence) -> None:

@@ -97,7 +97,7 @@ class ChatRenderer(OpenAiErrors):
         made: dict[str, Any] = {
             **self._base,
             "object": "chat.completion",
-            "choices": [self._whole(choice) for choice in self._generation.choices],
+            "choices": [self._whole(choice) for choice in self._generation.answers()],
             "usage": usage_of(self._generation),
         }
         if self._show_prompt_logprobs:

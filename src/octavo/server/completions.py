@@ -21,7 +21,7 @@ async def create_completion(request: Request, state: ServerState) -> GenerationR
     parsed = await read_generation(request, state, CompletionBody)
     body, skip_special = parsed.body, parsed.params.skip_special_tokens
     prompts = await state.run(parsed.size, lambda: make_prompts(state.tokenizer, body, skip_special))
-    check_num_choices(len(prompts), parsed.params.n)
+    check_num_choices(len(prompts), parsed.params.num_sequences)
     for prompt in prompts:
         finish_prompt(prompt, body, state, "prompt")
         if body.echo and prompt.num_truncated:
@@ -83,7 +83,7 @@ class CompletionRenderer(OpenAiErrors):
 
     def full(self) -> dict[str, Any]:
         choices = []
-        for choice in self._generation.choices:
+        for choice in self._generation.answers():
             output = choice.output
             text = self._echoed(choice) + output.text
             shown = None

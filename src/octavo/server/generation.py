@@ -6,11 +6,12 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.errors import EngineError, OctavoError, RequestError
 from octavo.events import OutputEvent
 from octavo.plan import TokenLogprobs
+from octavo.ranking import rank
 from octavo.request import FinishReason, SamplingParams
 from octavo.server.client import EngineClient, RequestHandle
 from octavo.server.failures import ClientGoneError
@@ -36,12 +37,13 @@ class Prompt:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer. `index` counts over all prompts: prompt number * n + sample."""
+    """One answer. `index` counts over all prompts: prompt number * samples + sample (with best_of, until ranked)."""
 
     index: int
     prompt: Prompt
     output: SequenceOutput
     num_tokens: int = 0
+    num_shared: int = 0  # prompt tokens whose KV came from a sibling
     last_token_at: float | None = None
     finish_reason: FinishReason | None = None
 
@@ -87,12 +89,12 @@ class Generation:
         self._gone = False
         self._failure: GenerationError | None = None
         self.choices = [
-            Choice(p * params.n + s, prompt, SequenceOutput(tokenizer, params, prompt.token_ids))
+            Choice(p * params.num_sequences + s, prompt, SequenceOutput(tokenizer, params, prompt.token_ids))
             for p, prompt in enumerate(self.prompts)
-            for s in range(params.n)
+            for s in range(params.num_sequences)
         ]
         # The engine's ids are made here, whatever a client calls its request: they never collide.
-        self._first_choice = {uuid.uuid4().hex: p * params.n for p in range(len(self.prompts))}
+        self._first_choice = {uuid.uuid4().hex: p * params.num_sequences for p in range(len(self.prompts))}
 
     async def submit(self) -> None:
         """Returns once the engine has admitted every prompt. Raises RequestError or EngineError."""
@@ -121,6 +123,18 @@ class Generation:
     @property
     def done(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
+
+    def answers(self) -> list[Choice]:
+        """The choices to show at the end: of each prompt's samples the n best, best first where they were ranked."""
+        n, num_sequences = self.params.n, self.params.num_sequences
+        if num_sequences == n:
+            return self.choices
+        best: list[Choice] = []
+        for first in range(0, len(self.choices), num_sequences):
+            samples = self.choices[first : first + num_sequences]
+            ranked = rank([choice.output.logprobs for choice in samples])[:n]
+            best += [replace(samples[i], index=len(best) + place) for place, i in enumerate(ranked)]
+        return best
 
     async def updates(self) -> list[Update]:
         """Waits for news: one Update per choice that has any. Raises EngineError, ClientGoneError."""
@@ -151,6 +165,7 @@ class Generation:
             if event.num_cached > prompt.num_cached:
                 self._metrics.cached_tokens.inc(event.num_cached - prompt.num_cached)
                 prompt.num_cached = event.num_cached
+        choice.num_shared = event.num_shared
         self._observe(choice, len(event.token_ids))
         try:
             delta = choice.output.push(event)
@@ -184,12 +199,12 @@ class Generation:
         self._metrics.generation_tokens.inc(num_tokens)
 
     def _first_choice_of(self, choice: Choice) -> int:
-        return choice.index - choice.index % self.params.n
+        return choice.index - choice.index % self.params.num_sequences
 
     def _finish(self, choice: Choice, request_id: str, reason: FinishReason) -> None:
         choice.finish_reason = reason
         first = self._first_choice[request_id]
-        reasons = {c.finish_reason for c in self.choices[first : first + self.params.n]}
+        reasons = {c.finish_reason for c in self.choices[first : first + self.params.num_sequences]}
         if None not in reasons:
             assert self._handle is not None
             self._handle.finished(request_id)

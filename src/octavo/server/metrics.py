@@ -80,6 +80,7 @@ _COUNTERS = (
     ("num_steps", "octavo_engine_steps", "Engine steps."),
     ("num_prompt_tokens", "octavo_prompt_tokens_computed", "Prompt tokens computed by the engine."),
     ("num_hit_tokens", "octavo_prefix_cache_hits", "Tokens found in the prefix cache at first admission."),
+    ("num_sibling_hit_tokens", "octavo_prompt_tokens_shared", "Prompt tokens that samples took from a sibling."),
     ("num_query_tokens", "octavo_prefix_cache_queries", "Tokens looked up in the prefix cache at first admission."),
 )
 

@@ -145,10 +145,8 @@ def _explain(text: str) -> RequestError:
 def check_supported(body: GenerationBody) -> None:
     """Refuse what this version would have to ignore although it changes the meaning."""
     n = 1 if body.n is None else body.n
-    if body.best_of is not None and body.best_of != n:
-        if body.best_of < n:
-            raise refuse("best_of must be at least n", "best_of")
-        raise _unsupported("best_of", "best_of greater than n")
+    if body.stream and body.best_of is not None and body.best_of > n:
+        raise refuse("best_of greater than n cannot be streamed: the best are known at the end", "best_of")
     if body.use_beam_search:
         raise _unsupported("use_beam_search", "beam search")
     if body.length_penalty not in (None, 1.0):
@@ -193,8 +191,8 @@ def sampling_params(body: GenerationBody, presets: Mapping[str, Any]) -> Samplin
     values: dict[str, Any] = {name: presets[name] for name in PRESET_FIELDS if name in presets}
     for name in (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids",
-        "min_tokens", "presence_penalty", "frequency_penalty", "n", "ignore_eos", "include_stop_str_in_output",
-        "skip_special_tokens", "prompt_logprobs",
+        "min_tokens", "presence_penalty", "frequency_penalty", "n", "best_of", "ignore_eos",
+        "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
     ):  # fmt: skip
         value = getattr(body, name)
         if value is not None:
@@ -270,7 +268,7 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
 def check_num_choices(num_prompts: int, n: int) -> None:
     if num_prompts * n > MAX_CHOICES:
         raise refuse(
-            f"{num_prompts} prompts with n = {n} make more than {MAX_CHOICES} choices in one request",
+            f"{num_prompts} prompts with {n} samples each make more than {MAX_CHOICES} choices in one request",
             "n" if n > 1 else "prompt",
         )
 

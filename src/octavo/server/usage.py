@@ -1,4 +1,8 @@
-"""The `usage` object: every prompt once, whatever n; every generated token of every sample."""
+"""The `usage` object: every prompt once, whatever n; every generated token of every sample.
+
+Extensions: `truncated_tokens`, and `shared_tokens`: prompt tokens that samples did not compute because a
+sibling had, summed over the samples (300 for a prompt of 100 tokens and n = 4).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,9 @@ def usage_of(generation: Generation) -> dict[str, Any]:
     num_generated = sum(c.num_tokens for c in generation.choices)
     details = {"cached_tokens": sum(p.num_cached for p in generation.prompts)}
     num_truncated = sum(p.num_truncated for p in generation.prompts)
+    num_shared = sum(c.num_shared for c in generation.choices)
+    if num_shared:
+        details["shared_tokens"] = num_shared
     if num_truncated:
         details["truncated_tokens"] = num_truncated
     return {
