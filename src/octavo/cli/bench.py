@@ -1,4 +1,4 @@
-"""`octavo bench offline`: how fast this machine generates, with random prompts of fixed length."""
+"""`octavo bench`: its commands, of which `offline` is here: how fast this machine generates from random prompts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from octavo.cli.bench_serve import bench_serve
 from octavo.cli.options import DEFAULT_MODEL, GroupedCommand, engine_options, option, take_engine_options
 from octavo.cli.tables import print_rows
 from octavo.errors import ConfigError, EngineError
@@ -29,6 +30,9 @@ WARMUP_TOKENS = 8
 @click.group()
 def bench() -> None:
     """Measure speed."""
+
+
+bench.add_command(bench_serve, "serve")
 
 
 @dataclass(frozen=True, slots=True)
