@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,6 +51,14 @@ SERVER = "Server"
     group=SERVER,
     help="Send a comment on silent streams, for impatient proxies.",
 )
+@option("--log-requests", is_flag=True, group=SERVER, help="One line per request on stderr: waits, hits, TTFT, its id.")
+@option(
+    "--explain/--no-explain",
+    default=True,
+    show_default=True,
+    group=SERVER,
+    help='Let clients ask why a request was slow ("explain": true, GET /v1/requests/ID).',
+)
 @engine_options
 def serve(model: str, **values: Any) -> int:
     """Serve MODEL over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
@@ -59,6 +68,8 @@ def serve(model: str, **values: Any) -> int:
       octavo serve ./model.gguf --max-model-len 4096 --kv-cache-memory 2GiB
     """
     options = take_engine_options(values)
+    if values.pop("log_requests"):
+        logging.getLogger("octavo.requests").setLevel(logging.INFO)
     environment = read_environment()
     values["max_body_bytes"] = parse_bytes(values.pop("max_body_size"), "max_body_size")
     values["api_key"] = values["api_key"] or environment.api_key

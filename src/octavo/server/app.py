@@ -23,6 +23,7 @@ from octavo.server.completions import create_completion
 from octavo.server.envelope import Envelope
 from octavo.server.failures import (
     ModelUnknownError,
+    RequestUnknownError,
     anthropic_error_response,
     error_response,
     json_response,
@@ -33,6 +34,7 @@ from octavo.server.messages import count_tokens, create_message
 from octavo.server.metrics import CONTENT_TYPE
 from octavo.server.responses import create_response
 from octavo.server.state import ServerSettings, ServerState
+from octavo.server.tenants import tenant_of
 from octavo.server.tokens import detokenize, tokenize
 from octavo.text.tokenizer import Tokenizer
 
@@ -65,6 +67,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             Route("/detokenize", _guard(detokenize), methods=["POST"]),
             Route("/v1/models", _guard(list_models), methods=["GET"]),
             Route("/v1/models/{model:path}", _guard(get_model), methods=["GET"]),
+            Route("/v1/requests/{id:path}", _guard(get_request), methods=["GET"]),
             Route("/health", _guard(health), methods=["GET"]),
             Route("/version", _guard(version), methods=["GET"]),
             Route("/metrics", _guard(metrics), methods=["GET"]),
@@ -134,6 +137,13 @@ async def get_model(request: Request, state: ServerState) -> Response:
     if request.path_params["model"] != state.settings.model_name:
         raise ModelUnknownError
     return json_response(_model_card(state))
+
+
+async def get_request(request: Request, state: ServerState) -> Response:
+    """What happened to a live or recent request, by its X-Request-Id."""
+    if not state.settings.explain:
+        raise RequestUnknownError
+    return json_response(await state.book.describe(request.path_params["id"], tenant_of(request.scope)))
 
 
 async def health(request: Request, state: ServerState) -> Response:

@@ -13,7 +13,7 @@ from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.schema import ChatBody, refuse
 from octavo.server.sse import DONE, GenerationResponse, OpenAiErrors, frame
 from octavo.server.state import ServerState
-from octavo.server.usage import usage_of
+from octavo.server.usage import last_chunk, usage_of
 from octavo.text.chat import render_chat
 from octavo.text.tokenizer import Tokenizer
 
@@ -88,10 +88,9 @@ class ChatRenderer(OpenAiErrors):
         return frames
 
     def closing(self) -> list[bytes]:
-        if not self._include_usage:
-            return [DONE]
         content = {**self._base, "object": "chat.completion.chunk", "choices": []}
-        return [frame({**content, "usage": usage_of(self._generation)}), DONE]
+        last = last_chunk(content, self._generation, with_usage=self._include_usage)
+        return [*map(frame, last), DONE]
 
     def full(self) -> dict[str, Any]:
         made: dict[str, Any] = {
@@ -100,6 +99,8 @@ class ChatRenderer(OpenAiErrors):
             "choices": [self._whole(choice) for choice in self._generation.answers()],
             "usage": usage_of(self._generation),
         }
+        if self._generation.extension is not None:
+            made["octavo"] = self._generation.extension
         if self._show_prompt_logprobs:
             made["prompt_logprobs"] = prompt_logprobs(self._tokenizer, self._generation.prompts[0].logprobs)
         return made

@@ -13,7 +13,7 @@ from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs
 from octavo.server.schema import CompletionBody, check_num_choices, prompts_of
 from octavo.server.sse import DONE, GenerationResponse, OpenAiErrors, frame
 from octavo.server.state import ServerState
-from octavo.server.usage import usage_of
+from octavo.server.usage import last_chunk, usage_of
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -77,9 +77,8 @@ class CompletionRenderer(OpenAiErrors):
         return [self._chunk([self._choice(choice, text, shown, update.finish_reason, update.stop_reason)])]
 
     def closing(self) -> list[bytes]:
-        if not self._include_usage:
-            return [DONE]
-        return [frame({**self._base, "choices": [], "usage": usage_of(self._generation)}), DONE]
+        last = last_chunk({**self._base, "choices": []}, self._generation, with_usage=self._include_usage)
+        return [*map(frame, last), DONE]
 
     def full(self) -> dict[str, Any]:
         choices = []
@@ -95,7 +94,10 @@ class CompletionRenderer(OpenAiErrors):
             if self._show_prompt_logprobs:
                 made["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choice.prompt.logprobs)
             choices.append(made)
-        return {**self._base, "choices": choices, "usage": usage_of(self._generation)}
+        made = {**self._base, "choices": choices, "usage": usage_of(self._generation)}
+        if self._generation.extension is not None:
+            made["octavo"] = self._generation.extension
+        return made
 
     def _echoed(self, choice: Choice) -> str:
         return choice.prompt.text if self._echo else ""

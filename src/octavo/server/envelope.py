@@ -18,7 +18,8 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 class Envelope:
     """Refuses requests without the key (except OPEN_PATHS) and sets X-Request-Id.
 
-    A client's own X-Request-Id is only echoed, if it is short and plain; the engine never sees it.
+    A client's own X-Request-Id is echoed if it is short and plain, and `GET /v1/requests/ID` finds the
+    request by it; the engine never sees it.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
@@ -30,6 +31,7 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -22,6 +22,15 @@ class ModelUnknownError(RequestError):
         super().__init__("no such model is served here; see GET /v1/models", param="model", code="model_not_found")
 
 
+class RequestUnknownError(RequestError):
+    """GET /v1/requests/ID of a request that was not made here, or too long ago."""
+
+    status = 404
+
+    def __init__(self) -> None:
+        super().__init__("no recent request has this X-Request-Id", param="id", code="request_not_found")
+
+
 class BodyTooLargeError(RequestError):
     """The request body exceeds --max-body-size."""
 

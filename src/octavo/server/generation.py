@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from octavo.errors import EngineError, OctavoError, RequestError
 from octavo.events import OutputEvent
@@ -31,6 +32,7 @@ class Prompt:
     text: str = ""
     num_truncated: int = 0
     num_cached: int = 0
+    first_token_seconds: float | None = None  # since the request arrived
     # Entry i belongs to position i + 1; complete when the first token of the answer arrives.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -72,6 +74,7 @@ class Generation:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        tenant: str = "",
         priority: int = 0,
         param: str = "prompt",
     ) -> None:
@@ -83,11 +86,15 @@ class Generation:
         self.prompts = list(prompts)
         self.params = params
         self._cache_salt = cache_salt
+        self.tenant = tenant
         self._priority = priority
         self._arrival = time.perf_counter()
         self._handle: RequestHandle | None = None
         self._gone = False
         self._failure: GenerationError | None = None
+        self.error: BaseException | None = None
+        self.seconds: float | None = None  # from arrival to the end; None while it lasts
+        self.extension: dict[str, Any] | None = None  # the `octavo` object of the answer, if asked for
         self.choices = [
             Choice(p * params.num_sequences + s, prompt, SequenceOutput(tokenizer, params, prompt.token_ids))
             for p, prompt in enumerate(self.prompts)
@@ -106,6 +113,7 @@ class Generation:
                 params=self.params,
                 eos_token_ids=eos,
                 cache_salt=self._cache_salt,
+                tenant=self.tenant,
                 priority=self._priority,
             )
             for request_id, prompt in zip(self._first_choice, self.prompts, strict=True)
@@ -119,6 +127,31 @@ class Generation:
         self._metrics.prompt_tokens.inc(sum(len(p.token_ids) for p in self.prompts))
         if self._gone:
             self.client_gone()
+
+    @property
+    def engine_ids(self) -> tuple[str, ...]:
+        """What the engine calls the prompts."""
+        return tuple(self._first_choice)
+
+    async def stories(self) -> list[dict[str, Any] | None]:
+        """What happened to each prompt in the engine, so far. Raises EngineError."""
+        return await self._client.explain(self.engine_ids)
+
+    @property
+    def status(self) -> str:
+        """live, finished, refused (a 4xx), failed, or aborted (the client left)."""
+        if self.seconds is None:
+            return "live"
+        if self.done:
+            return "finished"
+        if self.error is None:
+            return "aborted"
+        return "refused" if isinstance(self.error, RequestError) else "failed"
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the arrival, or from it to the end."""
+        return time.perf_counter() - self._arrival if self.seconds is None else self.seconds
 
     @property
     def done(self) -> bool:
@@ -193,6 +226,7 @@ class Generation:
         if choice.last_token_at is not None:
             self._metrics.itl.observe((now - choice.last_token_at) / num_tokens)
         elif choice.index == self._first_choice_of(choice):
+            choice.prompt.first_token_seconds = now - self._arrival
             self._metrics.ttft.observe(now - self._arrival)
         choice.last_token_at = now
         choice.num_tokens += num_tokens
@@ -221,7 +255,10 @@ class Generation:
 
     def close(self, error: BaseException | None = None) -> None:
         """Release everything; unfinished prompts are aborted and counted (`error`: why they did not finish)."""
+        self.error = error
         self._close(FinishReason.ERROR if isinstance(error, EngineError) else FinishReason.ABORT)
+        if self.seconds is None:
+            self.seconds = time.perf_counter() - self._arrival
 
     def _close(self, reason: FinishReason) -> None:
         if self._handle is not None and not self._handle.closed:

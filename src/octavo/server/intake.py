@@ -9,14 +9,17 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.types import Scope
 
 import octavo
 from octavo.request import SamplingParams
+from octavo.server.explained import Entry
 from octavo.server.failures import BodyTooLargeError, ModelUnknownError
 from octavo.server.generation import Generation, Prompt
 from octavo.server.schema import GenerationBody, check_supported, decode_body, lenient, refuse, sampling_params
 from octavo.server.sse import GenerationResponse, Renderer
 from octavo.server.state import ServerState
+from octavo.server.tenants import tenant_of
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -40,6 +43,8 @@ async def read_generation(request: Request, state: ServerState, body_type: type[
 def check_generation(body: BodyT, size: int, state: ServerState) -> Parsed[BodyT]:
     check_model(body.model, state)
     check_supported(body)
+    if body.explain and not state.settings.explain:
+        raise refuse("explain is switched off on this server", "explain", code="unsupported_field")
     return Parsed(body, sampling_params(body, state.settings.presets), size)
 
 
@@ -106,13 +111,28 @@ def make_generation(state: ServerState, prompts: list[Prompt], parsed: Parsed[An
 
 
 def respond(state: ServerState, generation: Generation, renderer: Renderer, body: GenerationBody) -> GenerationResponse:
+    entry: Entry | None = None
+
+    def begin(scope: Scope) -> None:
+        nonlocal entry
+        state.enter()
+        generation.tenant = tenant_of(scope)
+        entry = Entry(scope["state"]["request_id"], scope["path"], generation)
+        state.book.open(entry)
+
+    def end() -> None:
+        state.leave()
+        if entry is not None:
+            state.book.close(entry)
+
     return GenerationResponse(
         generation,
         renderer,
         stream=bool(body.stream),
+        explained=bool(body.explain),
         keep_alive=state.settings.sse_keep_alive,
-        on_start=state.enter,
-        on_end=state.leave,
+        on_start=begin,
+        on_end=end,
     )
 
 

@@ -55,7 +55,7 @@ class EngineLoop:
         self._stopping = False
         # Terminal events of an abort come out of the next step, even if nothing is left to compute.
         self._flush = False
-        engine.observe()
+        engine.observe(num_recent=2048)
 
     def run(self) -> None:
         """Returns after Shutdown. An exception of the engine itself is reported as Failed and ends the loop."""

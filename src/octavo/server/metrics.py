@@ -7,10 +7,11 @@ its stats at scrape time. The unit of `octavo_request_success_total` is one prom
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from octavo.request import FinishReason
@@ -77,11 +78,26 @@ _GAUGES = (
 )
 _COUNTERS = (
     ("num_preemptions", "octavo_num_preemptions", "Sequences preempted for lack of KV blocks."),
+    ("num_lost_tokens", "octavo_preempted_tokens", "Computed tokens given up by preemptions."),
+    ("num_readmission_hit_tokens", "octavo_preempted_tokens_restored", "Of these, found in the prefix cache again."),
     ("num_steps", "octavo_engine_steps", "Engine steps."),
     ("num_prompt_tokens", "octavo_prompt_tokens_computed", "Prompt tokens computed by the engine."),
     ("num_hit_tokens", "octavo_prefix_cache_hits", "Tokens found in the prefix cache at first admission."),
     ("num_sibling_hit_tokens", "octavo_prompt_tokens_shared", "Prompt tokens that samples took from a sibling."),
     ("num_query_tokens", "octavo_prefix_cache_queries", "Tokens looked up in the prefix cache at first admission."),
+)
+_OBSERVED_COUNTERS = (
+    ("wait_seconds", "reason", "octavo_wait_seconds", "Time that sequences waited, by what they waited for."),
+    (
+        "misses",
+        "reason",
+        "octavo_prefix_cache_admissions",
+        "First admissions, by why the prefix hit ended (none: full).",
+    ),
+)
+_OBSERVED_HISTOGRAMS = (
+    ("queue", "octavo_request_queue_time_seconds", "From the arrival of a sequence to its first admission."),
+    ("prefill", "octavo_request_prefill_time_seconds", "Steps that computed the prompt, until the first token."),
 )
 
 
@@ -108,3 +124,19 @@ class _EngineCollector:
                 counter = CounterMetricFamily(name, text, labels=labels)
                 counter.add_metric([self._model_name], stats[key])
                 yield counter
+        if stats.get("observed"):
+            yield from self._observed(stats["observed"])
+
+    def _observed(self, totals: dict[str, Any]) -> Iterable[Metric]:
+        """What octavo.explain.Recorder adds up from the events that explanations are made of."""
+        for key, label, name, text in _OBSERVED_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=(label, "model_name"))
+            for reason, value in totals[key].items():
+                counter.add_metric([reason, self._model_name], value)
+            yield counter
+        for key, name, text in _OBSERVED_HISTOGRAMS:
+            counts = list(accumulate(totals[key]["counts"]))
+            bounds = [*map(str, totals["bounds"]), "+Inf"]
+            histogram = HistogramMetricFamily(name, text, labels=("model_name",))
+            histogram.add_metric([self._model_name], list(zip(bounds, counts, strict=True)), totals[key]["total"])
+            yield histogram

@@ -51,6 +51,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    explain: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     # Beam search is not there yet; its fields are known so that the refusal can say so.

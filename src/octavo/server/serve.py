@@ -58,6 +58,7 @@ def run_server(
     sse_keep_alive: float | None = None,
     shutdown_timeout: float = 5.0,
     trust_special_tokens: bool = False,
+    explain: bool = True,
     on_ready: Callable[[ReadyInfo], None] = lambda info: None,
     progress: StageProgress | None = None,
     assemble: str = DEFAULT_ASSEMBLE,
@@ -86,6 +87,7 @@ def run_server(
             sse_keep_alive=sse_keep_alive,
             chat_template=ready.chat_template,
             trust_special_tokens=trust_special_tokens,
+            explain=explain,
             presets=sampling_presets(ready.generation_config),
         )
         app = create_app(client, tokenizer, settings)

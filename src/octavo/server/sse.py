@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import OctavoError
+from octavo.server.explained import explain
 from octavo.server.failures import ClientGoneError, error_object, error_response, json_response
 from octavo.server.generation import Generation, Update
 from octavo.server.wire import GenerationError
@@ -83,20 +84,22 @@ class GenerationResponse:
         renderer: Renderer,
         *,
         stream: bool,
+        explained: bool = False,
         keep_alive: float | None = None,
-        on_start: Callable[[], None] = lambda: None,
+        on_start: Callable[[Scope], None] = lambda scope: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._generation = generation
         self._renderer = renderer
         self._stream = stream
+        self._explained = explained
         self._keep_alive = keep_alive
         self._on_start = on_start
         self._on_end = on_end
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._on_start()
+        self._on_start(scope)
         watcher = asyncio.create_task(self._watch(receive))
         error: BaseException | None = None
         try:
@@ -132,6 +135,8 @@ class GenerationResponse:
             return
         while not self._generation.done:
             await self._generation.updates()
+        if self._explained:
+            await explain(self._generation)
         await json_response(self._renderer.full())(scope, receive, send)
 
     async def _send_stream(self, send: Send) -> None:
@@ -146,6 +151,8 @@ class GenerationResponse:
                 frames += self._renderer.chunks(update)
             if frames:
                 await self._send_body(send, b"".join(frames))
+        if self._explained:
+            await explain(self._generation)
         await self._send_body(send, b"".join(self._renderer.closing()), more=False)
 
     async def _all_updates(self) -> AsyncIterator[list[Update] | None]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from octavo.errors import EngineError
 from octavo.server.client import EngineClient
+from octavo.server.explained import RequestBook
 from octavo.server.metrics import ServerMetrics
 from octavo.text.tokenizer import Tokenizer
 
@@ -34,6 +35,7 @@ class ServerSettings:
     sse_keep_alive: float | None = None
     chat_template: str | None = None
     trust_special_tokens: bool = False
+    explain: bool = True
     # Sampling values of the model's generation_config.
     presets: Mapping[str, Any] = field(default_factory=dict)
 
@@ -46,6 +48,7 @@ class ServerState:
         self.tokenizer = tokenizer
         self.settings = settings
         self.metrics = ServerMetrics(settings.model_name)
+        self.book = RequestBook(client)
         self.created = int(time.time())
         self.draining = False
         self.num_in_flight = 0

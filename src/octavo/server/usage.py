@@ -27,3 +27,12 @@ def usage_of(generation: Generation) -> dict[str, Any]:
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": details,
     }
+
+
+def last_chunk(content: dict[str, Any], generation: Generation, *, with_usage: bool) -> list[dict[str, Any]]:
+    """The chunk without choices that ends a stream, if usage or an explanation was asked for."""
+    if with_usage:
+        content["usage"] = usage_of(generation)
+    if generation.extension is not None:
+        content["octavo"] = generation.extension
+    return [content] if with_usage or generation.extension is not None else []
