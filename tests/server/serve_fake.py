@@ -1,30 +1,33 @@
-"""Runs `run_server` on a scripted engine as a program: MODEL_DIRECTORY PORT TIMEOUT; prints a line when ready."""
+"""Runs `run_server` on a scripted engine as a program. Its argument is JSON: arguments of run_server, and those of
+SupervisorOptions; prints a line when ready."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
+from typing import Any
 
 from octavo.config import EngineOptions
 from octavo.errors import OctavoError
 from octavo.server.serve import ReadyInfo, run_server
+from octavo.server.supervisor import SupervisorOptions
 
 
 def show(info: ReadyInfo) -> None:
     print(f"ready {info.port}", flush=True)
 
 
+def main(given: dict[str, Any]) -> int:
+    names = {f.name for f in dataclasses.fields(SupervisorOptions)}
+    supervision = SupervisorOptions(**{name: given.pop(name) for name in names & set(given)})
+    given.setdefault("assemble", "support.scripted_process:assemble")
+    return run_server(options=EngineOptions(seed=0), supervision=supervision, on_ready=show, **given)
+
+
 if __name__ == "__main__":
     try:
-        sys.exit(
-            run_server(
-                model=sys.argv[1],
-                options=EngineOptions(),
-                port=int(sys.argv[2]),
-                shutdown_timeout=float(sys.argv[3]),
-                on_ready=show,
-                assemble="support.scripted_process:assemble",
-            )
-        )
+        sys.exit(main(json.loads(sys.argv[1])))
     except OctavoError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)

@@ -2,130 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from support.live_server import write_tokenizer
+from support.served_program import alive, check_port_free, program, wait_gone
 
 from octavo.config import EngineOptions
 from octavo.errors import ConfigError, CorruptFileError, EngineError, OctavoError
-from octavo.server.process import ProcessEngineClient
 from octavo.server.serve import run_server
-
-TESTS = Path(__file__).resolve().parent.parent
+from octavo.server.supervisor import SupervisedEngineClient
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("model"))
-
-
-@dataclass
-class Program:
-    """serve_fake.py in a process of its own."""
-
-    process: subprocess.Popen[str]
-    port: int
-    http: httpx.Client
-    streams: list[list[bytes]] = field(default_factory=list)
-    threads: list[threading.Thread] = field(default_factory=list)
-
-    def body(self, **fields: Any) -> bytes:
-        return json.dumps({"model": "fake", "prompt": "hi", "temperature": 0, **fields}).encode()
-
-    def start_stream(self, max_tokens: int) -> list[bytes]:
-        """Reads a stream in a thread; returns the list that its lines go to, once the first is there."""
-        lines: list[bytes] = []
-        self.streams.append(lines)
-        begun = threading.Event()
-
-        def read() -> None:
-            with (
-                contextlib.suppress(httpx.HTTPError),
-                httpx.stream(
-                    "POST",
-                    f"http://127.0.0.1:{self.port}/v1/completions",
-                    content=self.body(max_tokens=max_tokens, stream=True),
-                    timeout=30,
-                ) as response,
-            ):
-                for line in response.iter_lines():
-                    if line:
-                        lines.append(line.encode())
-                        begun.set()
-            begun.set()
-
-        thread = threading.Thread(target=read)
-        self.threads.append(thread)
-        thread.start()
-        assert begun.wait(10)
-        return lines
-
-    def end(self) -> int:
-        code = self.process.wait(15)
-        for thread in self.threads:
-            thread.join(10)
-            assert not thread.is_alive()
-        return code
-
-    def children(self) -> list[int]:
-        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
-            return [int(pid) for pid in file.read().split()]
-
-
-@contextlib.contextmanager
-def program(directory: Path, timeout: float, port: int = 0) -> Iterator[Program]:
-    process = subprocess.Popen(
-        [sys.executable, str(TESTS / "server" / "serve_fake.py"), str(directory), str(port), str(timeout)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("ready "), process.communicate(timeout=10)[1]
-        with httpx.Client(timeout=20) as http:
-            yield Program(process, int(line.split()[1]), http)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a child stayed behind"
-        time.sleep(0.01)
-
-
-def check_port_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
-        probe.listen()
 
 
 def ends_with_error(lines: list[bytes]) -> bool:
@@ -197,8 +92,8 @@ def test_client_that_never_reads(directory: Path) -> None:
 
 
 def test_engine_process_dies(directory: Path) -> None:
-    """In-flight requests get an error; the server exits non-zero with one line."""
-    with program(directory, 10.0) as served:
+    """Without restarts: in-flight requests get an error; the server exits non-zero with one line."""
+    with program(directory, 10.0, max_restarts=0) as served:
         lines = served.start_stream(250)
         os.kill(served.children()[0], signal.SIGKILL)
         assert served.end() == 2
@@ -251,7 +146,7 @@ def test_engine_cannot_start(
 def test_client_alone(directory: Path) -> None:
     """Progress, the Ready message and a clean end, without HTTP."""
     seen: list[tuple[str, float]] = []
-    client = ProcessEngineClient(str(directory), EngineOptions(), assemble="support.scripted_process:assemble")
+    client = SupervisedEngineClient(str(directory), EngineOptions(), assemble="support.scripted_process:assemble")
     try:
         ready = client.wait_ready(lambda stage, fraction: seen.append((stage, fraction)))
         assert seen == [("Loading", 1.0)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 from octavo.config import EngineConfig, EngineOptions
 from octavo.engine import Engine
 from octavo.errors import CorruptFileError
+from octavo.plan import StepPlan, StepResult
 from octavo.text.tokenizer import Tokenizer
 from support.live_server import ScriptedModel
+from support.script_backend import HashBackend, digest
 
 STEP_SECONDS = 0.005
 
@@ -42,6 +46,52 @@ def assemble(model: str, options: EngineOptions, *, progress: Any = None) -> Fak
     directory = Path(model)
     backend = ScriptedModel(vocab_size=Tokenizer.from_directory(directory).vocab_size, delay=STEP_SECONDS)
     config = EngineConfig(max_model_len=options.max_model_len or 256, num_blocks=512)
+    return FakeAssembly(Engine(config, backend), FakeModel(directory), config, ["Weights: none"])
+
+
+@dataclass
+class DeadlyModel(HashBackend):
+    """Tokens that depend on the whole context, the seed and the sample; and prompts that are bad for the engine.
+
+    A prompt with the text KILL ends the process when its third token is due; ONCE and a digit before it: only so
+    many times. HANG stops the step for ever, the first time.
+    """
+
+    directory: Path = Path()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        time.sleep(STEP_SECONDS)
+        for row in plan.rows:
+            spec = row.sample
+            if spec is not None and len(spec.token_ids) - spec.num_prompt == 2:
+                self._harm(bytes(t for t in spec.token_ids[: spec.num_prompt] if t < 256).decode("latin-1"))
+        return super().execute(plan)
+
+    def _harm(self, prompt: str) -> None:
+        if "HANG" in prompt and self._first_times(prompt, 1):
+            time.sleep(1000)
+        if "KILL" in prompt:
+            times = re.search(r"ONCE(\d)KILL", prompt)
+            if times is None or self._first_times(prompt, int(times[1])):
+                os._exit(9)
+
+    def _first_times(self, prompt: str, times: int) -> bool:
+        """Over all processes; a file per prompt counts."""
+        mark = self.directory / f"seen-{digest(prompt).hex()}"
+        seen = len(mark.read_bytes()) if mark.exists() else 0
+        mark.write_bytes(b"x" * (seen + 1))
+        return seen < times
+
+
+def deadly(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+    """Like `assemble`, with DeadlyModel; a file `refuse` in the directory makes loading fail."""
+    directory = Path(model)
+    if (directory / "refuse").exists():
+        raise CorruptFileError("model.gguf: gone")
+    backend = DeadlyModel(
+        vocab_size=Tokenizer.from_directory(directory).vocab_size, directory=directory, keep_trace=False
+    )
+    config = EngineConfig(max_model_len=options.max_model_len or 512, num_blocks=512)
     return FakeAssembly(Engine(config, backend), FakeModel(directory), config, ["Weights: none"])
 
 

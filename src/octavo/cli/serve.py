@@ -59,6 +59,24 @@ SERVER = "Server"
     group=SERVER,
     help='Let clients ask why a request was slow ("explain": true, GET /v1/requests/ID).',
 )
+@option(
+    "--max-engine-restarts",
+    type=click.IntRange(0, 10_000),
+    default=16,
+    show_default=True,
+    metavar="N",
+    group=SERVER,
+    help="How often in a row a dead engine process is replaced; unfinished answers go on.",
+)
+@option(
+    "--engine-timeout",
+    type=click.FloatRange(1, 86400),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    group=SERVER,
+    help="An engine whose step takes longer hangs, and is replaced.",
+)
 @engine_options
 def serve(model: str, **values: Any) -> int:
     """Serve MODEL over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
@@ -76,7 +94,13 @@ def serve(model: str, **values: Any) -> int:
 
     from octavo.progress import StageProgress
     from octavo.server.serve import run_server
+    from octavo.server.supervisor import SupervisorOptions
 
+    values["supervision"] = SupervisorOptions(
+        max_restarts=values.pop("max_engine_restarts"),
+        step_timeout=values.pop("engine_timeout"),
+        max_held=options.max_num_waiting,
+    )
     with StageProgress() as progress:
 
         def show_ready(info: ReadyInfo) -> None:

@@ -147,9 +147,11 @@ async def get_request(request: Request, state: ServerState) -> Response:
 
 
 async def health(request: Request, state: ServerState) -> Response:
-    """200 while requests are served; 503 while shutting down or without an engine."""
+    """200 while requests are served; 503 while shutting down, and while no engine is running."""
     state.check_open()
-    return json_response({"status": "ok"})
+    if state.client.state != "running":
+        raise EngineError(f"the engine is {state.client.state}")
+    return json_response({"status": "ok", "engine_restarts": state.client.num_restarts})
 
 
 async def version(request: Request, state: ServerState) -> Response:
@@ -160,4 +162,4 @@ async def metrics(request: Request, state: ServerState) -> Response:
     stats = None
     with contextlib.suppress(EngineError):
         stats = await state.client.stats()
-    return Response(state.metrics.render(stats), media_type=CONTENT_TYPE)
+    return Response(state.metrics.render(stats, num_restarts=state.client.num_restarts), media_type=CONTENT_TYPE)

@@ -95,6 +95,14 @@ class EngineClient(Protocol):
         """Why the engine is gone; None while it is healthy."""
         ...
 
+    @property
+    def state(self) -> str:
+        """ "running"; "restarting" or "hanging" while requests are kept for the next engine; "failed" for ever."""
+        ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
     async def start(self) -> None:
         """Bind to the running event loop; call once before the first request."""
         ...
@@ -149,6 +157,14 @@ class BaseEngineClient:
     @property
     def failure(self) -> OctavoError | None:
         return self._failure
+
+    @property
+    def state(self) -> str:
+        return "running" if self._failure is None else "failed"
+
+    @property
+    def num_restarts(self) -> int:
+        return 0
 
     @property
     def num_open(self) -> int:

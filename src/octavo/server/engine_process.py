@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from octavo.errors import EngineError, OctavoError
+from octavo.server.heart import Heart
 from octavo.server.loop import EngineLoop
 from octavo.server.wire import Command, Failed, Message, Progress, Ready, to_wire
 
@@ -41,7 +42,7 @@ class _ZmqInbox:
             return commands
 
 
-def main(directory: str, lifeline: socket.socket) -> int:
+def main(directory: str, lifeline: socket.socket, heart: Heart) -> int:
     """Exit code: 0 after Shutdown, 1 after a failure (which has been sent as Failed)."""
     # The front end decides when to stop, also when Ctrl-C or a service manager signals the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -62,7 +63,7 @@ def main(directory: str, lifeline: socket.socket) -> int:
 
     assembly = _assemble(commands.recv(), emit)
     if assembly is not None:
-        EngineLoop(assembly.engine, _ZmqInbox(commands), emit).run()
+        EngineLoop(assembly.engine, _ZmqInbox(commands), emit, heart).run()
         assembly.close()
     context.destroy(linger=1000)
     return 1 if failed else 0
@@ -113,6 +114,7 @@ def _ready(assembly: Any) -> Ready:
     return Ready(
         model_name=model.name,
         max_model_len=assembly.config.max_model_len,
+        kv_cache_bytes=assembly.config.num_blocks * assembly.engine.backend.capabilities.kv_bytes_per_block,
         vocab_size=assembly.engine.backend.capabilities.vocab_size,
         report=list(assembly.report),
         generation_config={k: v for k, v in model.generation_config.items() if isinstance(v, int | float | bool)},
@@ -122,4 +124,4 @@ def _ready(assembly: Any) -> Ready:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], socket.socket(fileno=int(sys.argv[2]))))
+    sys.exit(main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), Heart(int(sys.argv[3]))))

@@ -29,6 +29,7 @@ from octavo.server.wire import (
 
 if TYPE_CHECKING:
     from octavo.engine import Engine
+    from octavo.server.heart import Heart
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,11 @@ class EngineLoop:
     engine is busy it only looks into the inbox between steps.
     """
 
-    def __init__(self, engine: Engine, inbox: Inbox, emit: Callable[[Message], None]) -> None:
+    def __init__(
+        self, engine: Engine, inbox: Inbox, emit: Callable[[Message], None], heart: Heart | None = None
+    ) -> None:
+        """`heart` shows a supervisor how long a step takes."""
+        self._heart = heart
         self._engine = engine
         self._inbox = inbox
         self._emit = emit
@@ -72,7 +77,11 @@ class EngineLoop:
 
     def _step(self) -> None:
         self._flush = False
+        if self._heart is not None:
+            self._heart.begin_step()
         events = self._engine.step()
+        if self._heart is not None:
+            self._heart.end_step()
         if events:
             self._emit(Events(events))
 

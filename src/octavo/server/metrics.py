@@ -63,8 +63,9 @@ class ServerMetrics:
         self._finished.labels(reason.value, self._model_name).inc()
         self.e2e.observe(seconds)
 
-    def render(self, engine_stats: dict[str, Any] | None) -> bytes:
+    def render(self, engine_stats: dict[str, Any] | None, *, num_restarts: int = 0) -> bytes:
         """Prometheus text format 0.0.4. With no stats (engine down) the engine's last known values stay."""
+        self._engine.num_restarts = num_restarts
         if engine_stats is not None:
             self._engine.stats = engine_stats
         return generate_latest(self.registry)
@@ -107,9 +108,13 @@ class _EngineCollector:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.stats: dict[str, Any] = {}
+        self.num_restarts = 0
 
     def collect(self) -> Iterable[Metric]:
         stats, labels = self.stats, ("model_name",)
+        restarts = CounterMetricFamily("octavo_engine_restarts", "Engine processes started anew.", labels=labels)
+        restarts.add_metric([self._model_name], self.num_restarts)
+        yield restarts
         for key, name, text in _GAUGES:
             if key in stats:
                 gauge = GaugeMetricFamily(name, text, labels=labels)

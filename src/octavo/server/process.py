@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import pickle
@@ -19,7 +18,7 @@ import msgspec
 import zmq
 
 from octavo.errors import ConfigError, EngineError
-from octavo.server.client import BaseEngineClient
+from octavo.server.heart import Heart
 from octavo.server.wire import Command, Failed, Message, Progress, Ready, Shutdown, from_wire
 
 DEFAULT_ASSEMBLE = "octavo.assemble:assemble"
@@ -29,28 +28,30 @@ MAX_IPC_PATH = 80  # a Unix socket path holds about 100 bytes
 StageProgress = Callable[[str, float], None]
 
 
-class ProcessEngineClient(BaseEngineClient):
-    """Starts the engine process and carries messages over two one-way ipc sockets.
+class EngineProcess:
+    """One engine process, and the two one-way ipc sockets that carry messages to and from it.
 
     A socket pair is the life line: when either process ends, however it ends, the other reads its end.
     """
 
     def __init__(self, model: str, options: Any, *, assemble: str = DEFAULT_ASSEMBLE) -> None:
         """Starts the process; `wait_ready` must follow. `assemble` is "module:function" to build the engine with."""
-        super().__init__()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Message).decode
         self._directory = _private_directory()
         self._context = zmq.Context()
         self._commands = self._bind(zmq.PUSH, "commands")
         self._events = self._bind(zmq.PULL, "events")
-        self._lifeline, theirs = socket.socketpair()
-        self._reader = threading.Thread(target=self._read, name="octavo-events", daemon=True)
+        self._reader: threading.Thread | None = None
         self._closing = False
+        self._killing = threading.Lock()
+        self.heart = Heart()
+        self._lifeline, theirs = socket.socketpair()
+        descriptors = (theirs.fileno(), self.heart.descriptor)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "octavo.server.engine_process", self._directory, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-P", "-m", "octavo.server.engine_process", self._directory, *map(str, descriptors)],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
@@ -106,56 +107,57 @@ class ProcessEngineClient(BaseEngineClient):
             return "still exiting"
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
-    async def start(self) -> None:
-        await super().start()
+    def start_reader(self, on_messages: Callable[[list[Message]], None], on_end: Callable[[EngineError], None]) -> None:
+        """From now on a thread calls `on_messages`, one hop per engine step; once, at the end, `on_end`.
+
+        Either may raise RuntimeError: nobody listens any more.
+        """
+
+        def read() -> None:
+            with contextlib.suppress(RuntimeError):
+                while not self._closing:
+                    try:
+                        messages = self._receive()
+                    except EngineError as e:
+                        if not self._closing:
+                            on_end(e)
+                        return
+                    on_messages(messages)
+
+        self._reader = threading.Thread(target=read, name="octavo-events", daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        """The reader thread: messages to the event loop, one hop per engine step."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            while not self._closing:
-                try:
-                    messages = self._receive()
-                except EngineError as e:
-                    if not self._closing:
-                        self._loop.call_soon_threadsafe(self.fail, e)
-                    return
-                self._loop.call_soon_threadsafe(self._deliver_all, messages)
-
-    def _deliver_all(self, messages: list[Message]) -> None:
-        for message in messages:
-            self.deliver(message)
-
-    def _send(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         # Without a peer nothing can be sent; the reader thread is about to report its end.
         with contextlib.suppress(zmq.Again):
             self._commands.send(self._encode(command), zmq.NOBLOCK)
 
-    async def close(self) -> None:
-        """Ends the engine process: kindly, then not."""
+    def end(self, seconds: float) -> None:
+        """Kindly, then not. Blocks."""
         self._closing = True
-        self.on_failure = None
-        self.fail(EngineError("the server is shutting down"))
-        self._send(Shutdown())
-        await asyncio.to_thread(self._wait_and_kill, 2.0)
-
-    def _wait_and_kill(self, seconds: float) -> None:
+        self.send(Shutdown())
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self.kill()
 
-    def kill(self) -> None:
-        """No process, thread, socket or file stays behind. Idempotent."""
-        self._closing = True
+    def signal_kill(self) -> None:
+        """Ends the process and nothing else; its life line tells whoever reads. From any thread."""
         if self._process.poll() is None:
             self._process.kill()
+
+    def kill(self) -> None:
+        """No process, thread, socket or file stays behind. Idempotent."""
+        with self._killing:
+            self._closing = True
+            self.signal_kill()
             self._process.wait()
-        if self._reader.is_alive():
-            self._reader.join(5)
-        self._lifeline.close()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+            if self._reader is not None and self._reader.is_alive():
+                self._reader.join(5)
+            if not self._context.closed:
+                self._lifeline.close()
+                self._context.destroy(linger=0)
+                self.heart.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _private_directory() -> str:

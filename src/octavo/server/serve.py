@@ -23,9 +23,10 @@ from octavo.config import EngineOptions
 from octavo.errors import ConfigError, EngineError, RequestError, UnsupportedError
 from octavo.request import SamplingParams
 from octavo.server.app import ServerSettings, ServerState, create_app
-from octavo.server.process import DEFAULT_ASSEMBLE, ProcessEngineClient, StageProgress
+from octavo.server.process import DEFAULT_ASSEMBLE, StageProgress
 from octavo.server.protocol import OctavoProtocol
 from octavo.server.schema import PRESET_FIELDS
+from octavo.server.supervisor import SupervisedEngineClient, SupervisorOptions
 from octavo.server.wire import Ready
 from octavo.text.tokenizer import Tokenizer
 
@@ -59,6 +60,7 @@ def run_server(
     shutdown_timeout: float = 5.0,
     trust_special_tokens: bool = False,
     explain: bool = True,
+    supervision: SupervisorOptions | None = None,
     on_ready: Callable[[ReadyInfo], None] = lambda info: None,
     progress: StageProgress | None = None,
     assemble: str = DEFAULT_ASSEMBLE,
@@ -66,14 +68,15 @@ def run_server(
     """Serve until SIGINT or SIGTERM; returns the exit code 0.
 
     Prints nothing. Raises ConfigError (bad port, bad option), ModelError, and EngineError if the engine
-    could not start or died while serving. Whatever happens, no process stays behind and the port is free.
+    could not start or died more often than `supervision` allows. Whatever happens, no process stays
+    behind and the port is free.
     """
     begun = time.monotonic()
     listener = bind_socket(host, port)
-    client: ProcessEngineClient | None = None
+    client: SupervisedEngineClient | None = None
     try:
         with _exit_on_sigterm():
-            client = ProcessEngineClient(model, options, assemble=assemble)
+            client = SupervisedEngineClient(model, options, assemble=assemble, supervision=supervision)
             ready = client.wait_ready(progress)
             tokenizer = _tokenizer(ready, options)
         settings = ServerSettings(
@@ -193,7 +196,8 @@ class OctavoServer(uvicorn.Server):
     """uvicorn with our way to stop.
 
     First signal: new requests get 503, those in flight may end within `shutdown_timeout` seconds, the
-    rest get a terminal error. Second signal: at once. If the engine dies, the server stops with `failure` set.
+    rest get a terminal error. Second signal: at once. If the engine is gone for good, the server stops
+    with `failure` set.
     """
 
     def __init__(

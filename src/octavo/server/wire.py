@@ -136,6 +136,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
 
     model_name: str
     max_model_len: int
+    kv_cache_bytes: int
     vocab_size: int
     report: list[str]
     generation_config: dict[str, Any]
