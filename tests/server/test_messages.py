@@ -112,6 +112,14 @@ def test_tool_history_is_read(live: LiveServer) -> None:
     assert client_of(live).messages.count_tokens(model=MODEL, messages=messages).input_tokens == counted
 
 
+def test_explained(live: LiveServer) -> None:
+    body = {"messages": user("a"), "max_tokens": 1, "explain": True}
+    assert live.post("/v1/messages", body).json()["octavo"]["prompts"]
+    lines = live.post("/v1/messages", {**body, "stream": True}).text.splitlines()
+    assert '"octavo":{' in lines[-2]
+    assert "octavo" not in live.post("/v1/messages", {**body, "explain": False}).json()
+
+
 def test_failure_in_the_stream(live: LiveServer) -> None:
     live.model.row_error = lambda row: "NaN" if row.start > 40 else None
     stream = client_of(live).messages.create(model=MODEL, max_tokens=60, messages=user("a"), stream=True)

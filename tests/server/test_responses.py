@@ -117,6 +117,14 @@ def test_logprobs(live: LiveServer) -> None:
     assert all(len(e.top_logprobs) == 2 and e.logprob > -1e-6 for e in entries)
 
 
+def test_explained(live: LiveServer) -> None:
+    body = {"input": "a", "max_output_tokens": 1, "explain": True}
+    assert live.post("/v1/responses", body).json()["octavo"]["prompts"]
+    lines = live.post("/v1/responses", {**body, "stream": True}).text.splitlines()
+    assert '"octavo":{' in lines[-2]
+    assert "octavo" not in live.post("/v1/responses", {**body, "explain": False}).json()
+
+
 def test_failure_in_the_stream(live: LiveServer) -> None:
     live.model.row_error = lambda row: "NaN" if row.start > 40 else None
     with live.openai.responses.create(model=MODEL, input="a", stream=True, max_output_tokens=60) as stream:

@@ -32,6 +32,7 @@ from octavo.server.failures import (
 )
 from octavo.server.messages import count_tokens, create_message
 from octavo.server.metrics import CONTENT_TYPE
+from octavo.server.openapi import docs_page, openapi
 from octavo.server.responses import create_response
 from octavo.server.state import ServerSettings, ServerState
 from octavo.server.tenants import tenant_of
@@ -68,6 +69,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             Route("/v1/models", _guard(list_models), methods=["GET"]),
             Route("/v1/models/{model:path}", _guard(get_model), methods=["GET"]),
             Route("/v1/requests/{id:path}", _guard(get_request), methods=["GET"]),
+            Route("/openapi.json", _guard(openapi), methods=["GET"]),
+            Route("/docs", _guard(docs_page), methods=["GET"]),
             Route("/health", _guard(health), methods=["GET"]),
             Route("/version", _guard(version), methods=["GET"]),
             Route("/metrics", _guard(metrics), methods=["GET"]),

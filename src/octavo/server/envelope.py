@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server.failures import plain_error_response
 
-OPEN_PATHS = frozenset({"/health", "/version"})
+# What a load balancer or a browser may see without the key: nothing about the model or its users.
+OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/openapi.json"})
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 

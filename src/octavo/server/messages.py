@@ -65,6 +65,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    explain: bool | None = None
     container: str | dict[str, Any] | None = None
     # Accepted without effect.
     metadata: dict[str, Any] | None = None
@@ -111,7 +112,9 @@ def chat_body(body: MessagesBody) -> ChatBody:
     chat = _conversation(body)
     chat.max_completion_tokens = body.max_tokens
     chat.stop = body.stop_sequences
-    for name in ("stream", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "cache_salt", "priority"):
+    for name in (
+        "stream", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "cache_salt", "priority", "explain",
+    ):  # fmt: skip
         setattr(chat, name, getattr(body, name))
     return chat
 
@@ -199,7 +202,7 @@ class MessagesRenderer:
         return [
             named_frame("content_block_stop", {"index": 0}),
             named_frame("message_delta", {"delta": delta, "usage": usage}),
-            named_frame("message_stop", {}),
+            named_frame("message_stop", self._extension()),
         ]
 
     def broken(self, error: OctavoError) -> list[bytes]:
@@ -211,7 +214,11 @@ class MessagesRenderer:
     def full(self) -> dict[str, Any]:
         choice = self._generation.choices[0]
         content = [{"type": "text", "text": choice.output.text}] if choice.output.text else []
-        return self._message(content, *self._stop(), choice.num_tokens)
+        return self._message(content, *self._stop(), choice.num_tokens) | self._extension()
+
+    def _extension(self) -> dict[str, Any]:
+        extension = self._generation.extension
+        return {} if extension is None else {"octavo": extension}
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, num_tokens: int

@@ -65,6 +65,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    explain: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Refused: nothing is stored here, and nothing runs here but the model.
     store: bool | None = None
@@ -104,7 +105,8 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     shared = (
         "model", "temperature", "top_p", "top_logprobs", "tool_choice", "parallel_tool_calls", "stream",
         "stream_options", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
-        "repetition_penalty", "ignore_eos", "cache_salt", "priority", "chat_template_kwargs",
+        "repetition_penalty", "ignore_eos", "cache_salt", "priority", "explain",
+        "chat_template_kwargs",
     )  # fmt: skip
     text, reasoning = body.text or {}, body.reasoning or {}
     _check_keys("text", text, ("format", "verbosity"))
@@ -219,6 +221,8 @@ class ResponsesRenderer(OpenAiErrors):
         made["completed_at"] = int(time.time()) if status == "completed" else None
         made["incomplete_details"] = {"reason": "max_output_tokens"} if status == "incomplete" else None
         made["usage"] = self._usage()
+        if self._generation.extension is not None:
+            made["octavo"] = self._generation.extension
         return made
 
     def _status(self) -> str:

@@ -1,0 +1,169 @@
+"""The shapes of answers, for the API description; what is sent may hold more, never less."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class PromptDetails(msgspec.Struct):
+    """`cached_tokens` were found in the prefix cache; `truncated_tokens` were cut by truncate_prompt_tokens."""
+
+    cached_tokens: int
+    truncated_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class Completion(msgspec.Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str | None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ResponsesUsage(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class ResponseAnswer(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: ResponsesUsage
+
+
+class MessageUsage(msgspec.Struct):
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(msgspec.Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountTokensAnswer(msgspec.Struct):
+    input_tokens: int
+
+
+class TokenizeAnswer(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    prompt: str
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class RequestStory(msgspec.Struct):
+    object: Literal["request"]
+    id: str
+    route: str
+    status: str
+    seconds: float
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    finish_reasons: list[str | None]
+    prompts: list[dict[str, Any]]
+
+
+class Health(msgspec.Struct):
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
