@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "octavo"
 CORE = [
     *("errors", "clock", "request", "plan", "events", "config", "units", "system", "policies", "scheduler", "engine"),
     "explain",
-    *("kv.pool", "kv.prefix", "kv.sizing", "kv.tables", "backends.base", "models.spec"),
+    *("kv.partial", "kv.pool", "kv.prefix", "kv.sizing", "kv.tables", "backends.base", "models.spec"),
 ]
 HEAVY = {"numpy", "torch", "transformers", "click", "rich", "starlette", "uvicorn", "tokenizers", "huggingface_hub"}
 

@@ -14,6 +14,7 @@ from operator import attrgetter
 from octavo.config import EngineConfig
 from octavo.errors import QueueFullError, RequestError
 from octavo.events import Observer, OutputEvent, WaitReason
+from octavo.kv.sizing import blocks_for
 from octavo.kv.tables import BlockTables, Hits
 from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
 from octavo.policies import admission_order, choose_victim
@@ -212,22 +213,26 @@ class Scheduler:
     def _admit(self, draft: _Draft, now: float) -> None:
         """From the front of the line, without overtaking, as long as budget, places and blocks last.
 
-        A sample whose sibling is computing their prompt waits for it without holding up the line; a
-        place and a block stay reserved for it.
+        One whose prompt another is computing *rides*: it waits for it without holding up the line, and
+        the place and the blocks that it will need stay reserved.
         """
         reason: WaitReason | None = None
-        num_riding = 0
+        computing = [seq for seq in self.running if seq.num_computed < seq.num_prompt]
+        num_riding = num_reserved = 0
         while num_riding < len(self.waiting) and draft.budget > 0:
             seq = self.waiting[num_riding]
-            if seq.request.params.num_sequences > 1 and self._rides(seq):
-                num_riding += 1
-                continue
             hits = self.tables.find_hits(seq, self._sibling_with_prompt(seq))
-            reason = self._obstacle(seq, hits, num_riding)
-            if reason is not None and not self._displace_for(seq, hits, num_riding, draft):
+            if (num_blocks := self._rides(seq, hits, computing)) is not None:
+                num_riding += 1
+                num_reserved += num_blocks
+                continue
+            reserved = (num_riding, num_reserved)
+            reason = self._obstacle(seq, hits, reserved)
+            if reason is not None and not self._displace_for(seq, hits, reserved, draft):
                 break
             self.waiting.pop(num_riding)
             seq.status = _RUNNING
+            computing.append(seq)
             bisect.insort(self.running, seq, key=_ORDER)
             self.tables.take_hits(seq, hits)
             self._count_admission(seq, now)
@@ -238,10 +243,24 @@ class Scheduler:
             for seq in self.waiting[num_riding : num_riding + 1]:
                 self.observer.held(seq, (draft.budget > 0 and reason) or WaitReason.BUDGET)
 
-    def _rides(self, seq: Sequence) -> bool:
-        """Is a sibling computing the prompt that this sample then shares?"""
-        samples = self.requests[seq.request.request_id]
-        return any(s.status is _RUNNING and s.num_computed < s.num_prompt for s in samples)
+    def _rides(self, seq: Sequence, hits: Hits, computing: list[Sequence]) -> int | None:
+        """How many blocks `seq` will need when the prompt that it waits for is computed; None if it does not wait.
+
+        A sample waits for its sibling, with which it then shares all blocks. Others wait for whoever
+        computes at least half of what they lack.
+        """
+        num_known, block_size = seq.num_known, self.config.block_size
+        for other in computing:
+            if other.status is not _RUNNING or other.num_computed >= other.num_prompt:
+                continue  # preempted since, or a sample that started from its sibling
+            if other.request is seq.request:
+                return 1
+            num_common = self.tables.num_common(seq, other)
+            # Its tokens can be hit when their block is full or the whole prompt is there.
+            done = min(other.num_prompt, blocks_for(num_common, block_size) * block_size)
+            if 2 * (num_common - hits.num_tokens) >= num_known - hits.num_tokens and other.num_computed < done:
+                return blocks_for(num_known, block_size) - num_common // block_size
+        return None
 
     def _sibling_with_prompt(self, seq: Sequence) -> Sequence | None:
         """A running sibling, whose blocks hold the prompt: it serves a sample that starts later than the others."""
@@ -249,21 +268,22 @@ class Scheduler:
             return None
         return next((s for s in self.requests[seq.request.request_id] if s.status is _RUNNING), None)
 
-    def _obstacle(self, seq: Sequence, hits: Hits, num_reserved: int) -> WaitReason | None:
-        """What is missing to admit `seq` beside what is reserved: a place, or free blocks for all known tokens.
+    def _obstacle(self, seq: Sequence, hits: Hits, reserved: tuple[int, int] = (0, 0)) -> WaitReason | None:
+        """What is missing to admit `seq`, beside the reserved (places, blocks): a place, or free blocks for
+        all known tokens. None if nothing is.
 
         All, not only those of the first chunk, and one to spare where others run: otherwise admitting
         one soon preempts another, and they thrash. Running sequences that have not caught up need no
         reserve here, because while there are any they leave no budget to admit others.
         """
-        if len(self.running) + num_reserved >= self.config.max_num_seqs:
+        if len(self.running) + reserved[0] >= self.config.max_num_seqs:
             return WaitReason.PLACES
         pool = self.tables.pool
-        spare = num_reserved + (1 if self.running else 0)
+        spare = reserved[1] + (1 if self.running else 0)
         needed = self.tables.num_missing(seq, seq.num_known) - len(hits.block_ids)
         return None if needed + spare <= pool.num_free - pool.num_free_of(hits.block_ids) else WaitReason.BLOCKS
 
-    def _displace_for(self, seq: Sequence, hits: Hits, num_reserved: int, draft: _Draft) -> bool:
+    def _displace_for(self, seq: Sequence, hits: Hits, reserved: tuple[int, int], draft: _Draft) -> bool:
         """Preempt running sequences that come after `seq` in line, if that makes room for it.
 
         First come first served never gets here with such a sequence: all that run came earlier.
@@ -274,9 +294,9 @@ class Scheduler:
         attainable = self.tables.pool.num_free + self.tables.num_freed_by(later)
         if self.tables.num_missing(seq, seq.num_known) > attainable:
             return False
-        while later and self._obstacle(seq, hits, num_reserved):
+        while later and self._obstacle(seq, hits, reserved):
             self._preempt(later.pop(), draft)
-        return self._obstacle(seq, hits, num_reserved) is None
+        return self._obstacle(seq, hits, reserved) is None
 
     def _plan_forks(self, draft: _Draft) -> None:
         """Samples that wait for their prompt draw their first token from the logits of the sibling that has it.
@@ -376,6 +396,8 @@ class Scheduler:
             self.counters.prompt_tokens_computed += min(end, seq.num_prompt) - row.start
         seq.num_computed = end
         self.tables.register(seq)
+        if row.start < seq.num_prompt <= end:
+            self.tables.register_tail(seq)
         scores = out.scores
         if row.score_ids:  # a recomputed row may score again what was already reported
             scores = scores[max(0, seq.prompt_logprobs_done - row.start) :]

@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from support.run import Driver
+from hypothesis import given
+from hypothesis import strategies as st
+from support.run import Driver, preempt_last
 from support.script_backend import HashBackend
 
 from octavo.kv.prefix import PrefixCache, block_hash, extend_block_hashes, root_hash
@@ -94,13 +96,28 @@ def test_find_stops_at_the_first_gap():
 # ---------------------------------------------------------------- hits
 
 
-@pytest.mark.parametrize(("num_prompt", "hit"), [(16, 0), (17, 16), (31, 16), (32, 16), (33, 32), (48, 32)])
-def test_identical_prompt(num_prompt, hit):
-    """C098: never all of the prompt, since its last token's logits are needed."""
+@pytest.mark.parametrize("num_prompt", [1, 2, 16, 17, 31, 32, 33, 48])
+def test_identical_prompt(num_prompt):
+    """C098: all but the last token of the prompt, whose logits are needed."""
     driver = Driver()
     cold, warm = driver.ask(prompt(num_prompt), GREEDY), driver.ask(prompt(num_prompt), GREEDY)
-    assert (cold.num_cached, warm.num_cached) == (0, hit)
+    assert (cold.num_cached, warm.num_cached) == (0, num_prompt - 1)
     assert warm.answer == cold.answer
+    assert driver.engine.stats().num_prompt_tokens == num_prompt + 1
+
+
+@given(st.integers(0, 70), st.integers(1, 40), st.integers(1, 40))
+def test_prompts_that_share_k_tokens_hit_k(num_common, num_first, num_second):
+    """Whether k falls into a full block of the first prompt, its last block, or what it generated."""
+    driver = Driver(HashBackend(keep_trace=False))
+    first = [*prompt(num_common), 1, *prompt(num_first, 5)]
+    second = [*prompt(num_common), 2, *prompt(num_second, 9)]
+    driver.ask(first, GREEDY)
+    warm = driver.ask(second, GREEDY)
+    assert warm.num_cached == num_common
+    assert warm.answer == Driver(HashBackend(keep_trace=False)).ask(second, GREEDY).answer
+    again = driver.ask(second[:-1], GREEDY)  # its last token is computed, whatever is cached
+    assert again.num_cached == len(second) - 2
 
 
 def test_without_prefix_caching_nothing_is_hit_or_kept():
@@ -116,17 +133,17 @@ def test_salts_isolate():
     driver = Driver()
     salts = ["a", "a", "b", "", ""]
     outcomes = [driver.ask(prompt(40), GREEDY, cache_salt=salt) for salt in salts]
-    assert [o.num_cached for o in outcomes] == [0, 32, 0, 0, 32]
+    assert [o.num_cached for o in outcomes] == [0, 39, 0, 0, 39]
     assert len({tuple(o.token_ids) for o in outcomes}) == 1
 
 
 def test_generated_tokens_are_reusable_in_the_next_turn():
-    """C110: 20 + 30 tokens, of which the last has no KV: 49 positions, three full blocks."""
+    """C110: 20 + 30 tokens, of which the last has no KV: 49 positions."""
     driver = Driver()
     turn1 = driver.ask(prompt(20), SamplingParams(temperature=0, max_tokens=30))
     turn2 = [*prompt(20), *turn1.token_ids, 1, 2, 3, 4, 5]
     warm = driver.ask(turn2, GREEDY)
-    assert warm.num_cached == 48
+    assert warm.num_cached == 49
     assert warm.answer == Driver().ask(turn2, GREEDY).answer
 
 
@@ -134,7 +151,7 @@ def test_a_reply_that_ends_on_a_block_border_is_not_hit_to_its_last_token():
     driver = Driver()
     turn1 = driver.ask(prompt(16), SamplingParams(temperature=0, max_tokens=16))
     warm = driver.ask([*prompt(16), *turn1.token_ids, 9], GREEDY)
-    assert warm.num_cached == 16
+    assert warm.num_cached == 31
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
@@ -152,12 +169,56 @@ def test_an_aborted_prefill_leaves_only_what_was_written(num_steps):
 
 
 def test_blocks_are_findable_only_after_the_step_that_wrote_them():
-    """Two equal prompts in the same step: the second computes its own."""
+    """Two prompts with a common beginning that is not worth waiting for, in the same step: each computes its own."""
     driver = Driver(max_num_batched_tokens=512)
-    first, second = driver.add(prompt(40)), driver.add(prompt(40))
+    first, second = driver.add([*prompt(16), *prompt(60, 3)]), driver.add([*prompt(16), *prompt(60, 4)])
     driver.run()
     assert driver.outcomes[first, 0].num_cached == driver.outcomes[second, 0].num_cached == 0
-    assert driver.engine.stats().num_prompt_tokens == 80
+    assert driver.engine.stats().num_prompt_tokens == 152
+
+
+@pytest.mark.parametrize("budget", [16, 24, 512])
+@pytest.mark.parametrize("num_prompt", [2, 10, 16, 33, 100])
+def test_identical_prompts_that_arrive_together_are_computed_once(num_prompt, budget):
+    """The others wait for the first, with nobody behind them waiting for it."""
+    driver = Driver(max_num_batched_tokens=budget)
+    ids = [driver.add(prompt(num_prompt)) for _ in range(5)]
+    other = driver.add(prompt(9, 77))
+    driver.run()
+    assert driver.engine.stats().num_prompt_tokens == num_prompt + 4 + 9
+    assert [driver.outcomes[i, 0].num_cached for i in ids] == [0, *[num_prompt - 1] * 4]
+    assert driver.outcomes[other, 0].num_cached == 0
+    assert len({tuple(driver.outcomes[i, 0].token_ids) for i in ids}) == 1
+
+
+def test_one_that_waits_for_a_prompt_does_not_hold_up_the_line():
+    driver = Driver(max_num_batched_tokens=512)
+    first, twin, other = driver.add(prompt(40)), driver.add(prompt(40)), driver.add(prompt(40, 5))
+    driver.step()
+    assert [bool(driver.outcomes[i, 0].token_ids) for i in (first, twin, other)] == [True, False, True]
+    driver.run()
+
+
+@pytest.mark.parametrize("end", ["abort", "preempt"])
+def test_who_waits_for_a_prompt_computes_it_if_its_computer_goes(end):
+    driver = Driver(max_num_batched_tokens=32)
+    first, twin = driver.add(prompt(100)), driver.add(prompt(100))
+    driver.step()
+    if end == "abort":
+        driver.engine.abort(first)
+    else:
+        preempt_last(driver.engine)
+    driver.run()
+    assert driver.outcomes[twin, 0].answer == Driver().ask(prompt(100)).answer
+
+
+def test_nobody_waits_for_another_tenants_prompt():
+    driver = Driver(max_num_batched_tokens=512)
+    ids = [driver.add(prompt(40), cache_salt=salt) for salt in ("a", "b", "a")]
+    driver.step()
+    assert [bool(driver.outcomes[i, 0].token_ids) for i in ids] == [True, True, False]
+    driver.run()
+    assert [driver.outcomes[i, 0].num_cached for i in ids] == [0, 0, 39]
 
 
 def test_a_failed_step_leaves_nothing_findable():
@@ -171,7 +232,7 @@ def test_a_failed_step_leaves_nothing_findable():
 
 def test_a_failed_step_also_clears_what_others_had_cached():
     driver = Driver(HashBackend(fail_steps={6}))
-    assert [driver.ask(prompt(40), GREEDY).num_cached for _ in range(2)] == [0, 32]  # fails in its third step
+    assert [driver.ask(prompt(40), GREEDY).num_cached for _ in range(2)] == [0, 39]  # fails in its third step
     assert driver.ask(prompt(40), GREEDY).num_cached == 0
 
 

@@ -132,14 +132,14 @@ def test_truncation_is_asked_for_and_told(live: LiveServer) -> None:
 
 
 def test_cached_tokens(live: LiveServer) -> None:
-    """C100: full blocks of all but the last token; the same when streamed; a salt separates."""
-    prompt = "cached " * 8  # 56 tokens: three full blocks
+    """C100: all but the last token; the same when streamed; a salt separates."""
+    prompt = "~cached" * 8  # 56 tokens; nothing else here begins with a tilde
     usages = [live.complete(prompt=prompt, max_tokens=2)["usage"] for _ in range(2)]
-    assert [u["prompt_tokens_details"]["cached_tokens"] for u in usages] == [0, 48]
+    assert [u["prompt_tokens_details"]["cached_tokens"] for u in usages] == [0, 55]
     frames = live.stream(COMPLETIONS, {"prompt": prompt, "stream_options": {"include_usage": True}})
-    assert frames[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
+    assert frames[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 55
     twice = live.complete(prompt=[prompt, prompt], n=2, max_tokens=2)["usage"]
-    assert twice["prompt_tokens_details"]["cached_tokens"] == 96
+    assert twice["prompt_tokens_details"]["cached_tokens"] == 110
     salted = live.complete(prompt=prompt, cache_salt="tenant")["usage"]
     assert salted["prompt_tokens_details"]["cached_tokens"] == 0
 

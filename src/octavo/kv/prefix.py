@@ -1,10 +1,12 @@
-"""Which block holds the KV of which tokens: chained block hashes and the map from hash to block id."""
+"""Which block holds the KV of which tokens: chained hashes of full blocks, and the tokens inside of blocks."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
+
+from octavo.kv.partial import TokenIndex
 
 _PERSON = b"octavo-kv-block1"  # BLAKE2 personalisation: these hashes never equal hashes made for something else
 
@@ -38,7 +40,8 @@ def extend_block_hashes(
 
 
 class PrefixCache:
-    """A one-to-one map between block hashes and the blocks that hold their KV.
+    """A one-to-one map between block hashes and the full blocks that hold their KV, and where a hit can
+    end inside a block: the tokens of full blocks, and of the partly filled last ones of sequences.
 
     At most one entry per block, so it is bounded by the pool. It owns no block: the pool decides
     when content goes and calls `forget`.
@@ -47,13 +50,14 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self.tokens = TokenIndex()
         self.on_forget: Callable[[bytes], None] | None = None  # hears the hash of what stops being findable
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return len(self.tokens)
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._hash_of
+        return block_id in self.tokens
 
     def find(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """Blocks of the longest cached run that starts at the first of `hashes`, at most `limit`."""
@@ -65,14 +69,26 @@ class PrefixCache:
             block_ids.append(block_id)
         return block_ids
 
-    def register(self, digest: bytes, block_id: int) -> None:
-        """Make a fully written block findable; of two blocks with equal content the first stays."""
+    def register(self, digest: bytes, block_id: int, parent: bytes = b"", token_ids: Sequence[int] = ()) -> None:
+        """Make a fully written block findable; of two blocks with equal content the first stays.
+
+        `digest` is the hash of `token_ids` after `parent`.
+        """
+        self.tokens.remove(block_id)  # what was known of it while it filled up
         if digest not in self._block_of:
             assert block_id not in self._hash_of, f"block {block_id} already holds something else"
             self._block_of[digest] = block_id
             self._hash_of[block_id] = digest
+            self.tokens.add(parent, token_ids, block_id)
+
+    def register_tail(self, parent: bytes, token_ids: Sequence[int], block_id: int) -> None:
+        """Make the first tokens of a partly written block findable, unless another block has them already."""
+        assert block_id not in self._hash_of, f"block {block_id} is full"
+        if not self.tokens.covers(parent, token_ids):
+            self.tokens.add(parent, token_ids, block_id)
 
     def forget(self, block_id: int) -> None:
+        self.tokens.remove(block_id)
         digest = self._hash_of.pop(block_id, None)
         if digest is not None:
             del self._block_of[digest]
@@ -85,8 +101,11 @@ class PrefixCache:
                 self.on_forget(digest)
         self._block_of.clear()
         self._hash_of.clear()
+        self.tokens.clear()
 
     def check(self, num_blocks: int) -> None:
-        """Assert that the two maps mirror each other."""
+        """Assert that the maps mirror each other."""
+        self.tokens.check()
+        assert all(block_id in self.tokens for block_id in self._hash_of) and len(self.tokens) <= num_blocks
         assert len(self._block_of) == len(self._hash_of) <= num_blocks
         assert all(self._hash_of[block_id] == digest for digest, block_id in self._block_of.items())

@@ -1,4 +1,4 @@
-"""Block tables of sequences: taking hits, sharing, growing, freeing, and making full blocks findable."""
+"""Block tables of sequences: taking hits, sharing, growing, freeing, and making blocks findable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from octavo.kv.pool import BlockPool
-from octavo.kv.prefix import PrefixCache, extend_block_hashes
+from octavo.kv.prefix import PrefixCache, extend_block_hashes, root_hash
 from octavo.kv.sizing import blocks_for
 from octavo.request import Sequence
 
@@ -73,7 +73,30 @@ class BlockTables:
         if num_full > len(seq.block_hashes):
             self._extend_hashes(seq, num_full)
         block_ids = self.pool.cache.find(seq.block_hashes, num_full)
-        return Hits(len(block_ids) * self.block_size, block_ids)
+        start = len(block_ids) * self.block_size
+        rest = seq.token_ids[start : min(start + self.block_size, limit)]
+        found = self.pool.cache.tokens.find(self._parent(seq, len(block_ids)), rest) if rest else None
+        if found is None:
+            return Hits(start, block_ids)
+        return Hits(start + found[1], block_ids, found[0])
+
+    def num_common(self, seq: Sequence, other: Sequence) -> int:
+        """Leading tokens of `seq` that it will be able to hit once `other` has computed its prompt."""
+        if not self.enable_prefix_caching or self._parent(seq, 0) != self._parent(other, 0):
+            return 0
+        limit = min(seq.num_known - 1, other.num_prompt)
+        if seq.owes_prompt_logprobs:
+            limit = min(limit, seq.prompt_logprobs_done)
+        num_equal = 0  # hashes are chained: the equal ones come first
+        for mine, theirs in zip(seq.block_hashes, other.block_hashes, strict=False):
+            if mine != theirs:
+                break
+            num_equal += 1
+        start = min(num_equal * self.block_size, limit)
+        for i, (a, b) in enumerate(zip(seq.token_ids[start:limit], other.token_ids[start:limit], strict=True)):
+            if a != b:
+                return start + i
+        return limit
 
     def take_hits(self, seq: Sequence, hits: Hits) -> None:
         """Start `seq` on what `find_hits` returned; the pool must have a block for the copy."""
@@ -125,8 +148,17 @@ class BlockTables:
         if num_full > len(seq.block_hashes):
             self._extend_hashes(seq, num_full)
         for i in range(seq.num_registered, num_full):
-            self.pool.cache.register(seq.block_hashes[i], seq.block_ids[i])
+            start = i * self.block_size
+            token_ids = seq.token_ids[start : start + self.block_size]
+            self.pool.cache.register(seq.block_hashes[i], seq.block_ids[i], self._parent(seq, i), token_ids)
         seq.num_registered = num_full
+
+    def register_tail(self, seq: Sequence) -> None:
+        """Make the tokens in the last, partly written block findable. After `register`."""
+        full = seq.num_computed // self.block_size
+        token_ids = seq.token_ids[full * self.block_size : seq.num_computed]
+        if token_ids and self.enable_prefix_caching:
+            self.pool.cache.register_tail(self._parent(seq, full), token_ids, seq.block_ids[full])
 
     def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that would become free if all these sequences gave theirs back."""
@@ -138,6 +170,8 @@ class BlockTables:
         if forget:
             for block_id in seq.block_ids:
                 self.pool.cache.forget(block_id)
+        else:
+            self.register_tail(seq)
         self.pool.release(seq.block_ids)
         self._clear(seq)
 
@@ -152,6 +186,10 @@ class BlockTables:
         seq.block_ids = []
         seq.num_computed = 0
         seq.num_registered = 0
+
+    def _parent(self, seq: Sequence, i: int) -> bytes:
+        """Hash of all that comes before block `i`."""
+        return seq.block_hashes[i - 1] if i else root_hash(seq.request.cache_salt)
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         extend_block_hashes(seq.block_hashes, seq.token_ids, num_blocks, self.block_size, seq.request.cache_salt)
