@@ -1,4 +1,8 @@
 // Which instruction sets this machine has, and the kernels compiled for each.
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstring>
 
 #include "kernels.h"
@@ -16,11 +20,14 @@ const Kernels* kernels();
 namespace isa_avx512_bf16 {
 const Kernels* kernels();
 }
+namespace isa_amx {
+const Kernels* kernels();
+}
 
 namespace {
 
 // From the most portable to the fastest. __builtin_cpu_supports also checks that the system saves the registers.
-const char* const kIsas[] = {"scalar", "avx2", "avx512", "avx512_bf16", nullptr};
+const char* const kIsas[] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx", nullptr};
 
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -33,6 +40,18 @@ bool has_avx512() {
 
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
+// AMX: the instructions, and the system's leave to use the tile registers, which a process must ask for
+// (Linux, arch_prctl ARCH_REQ_XCOMP_PERM for XTILEDATA). Threads started later inherit the leave.
+bool has_amx() {
+  unsigned eax, ebx, ecx, edx;
+  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+
 }  // namespace
 
 const char* const* known_isas() { return kIsas; }
@@ -43,6 +62,7 @@ const Kernels* kernels_for(const char* isa) {
   if (strcmp(isa, "avx2") == 0) return has_avx2() ? isa_avx2::kernels() : nullptr;
   if (strcmp(isa, "avx512") == 0) return has_avx512() ? isa_avx512::kernels() : nullptr;
   if (strcmp(isa, "avx512_bf16") == 0) return has_avx512_bf16() ? isa_avx512_bf16::kernels() : nullptr;
+  if (strcmp(isa, "amx") == 0) return has_amx() ? isa_amx::kernels() : nullptr;
   return nullptr;
 }
 

@@ -2,6 +2,8 @@
 // quantisation types) and packs matrices into panels. Runs once, at load.
 #include "formats.h"
 
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -184,16 +186,6 @@ void decode_block(Format format, const uint8_t* b, Decoded& d) {
   }
 }
 
-void free_aligned(void* p) { free(p); }
-
-std::unique_ptr<uint8_t[], void (*)(void*)> allocate(size_t bytes) {
-  // Rounded up with a spare line: vector kernels may load a whole line at the end.
-  const size_t size = (bytes + 127) / 64 * 64;
-  void* p = aligned_alloc(64, size);
-  if (p == nullptr) throw std::bad_alloc();
-  return {(uint8_t*)p, free_aligned};
-}
-
 void pack_plain(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p) {
   uint8_t* out = m.data.get() + (size_t)p * m.panel_bytes;
   memset(out, 0, m.panel_bytes);
@@ -259,6 +251,20 @@ void pack_quantised(PackedMatrix& m, const FormatInfo& info, const uint8_t* sour
 
 }  // namespace
 
+void free_bytes(void* p) { free(p); }
+
+Bytes allocate_bytes(size_t bytes) {
+  // Rounded up with a spare line: vector kernels may load a whole line at the end. Large pieces are aligned to huge
+  // pages, since kernels walk rows that lie pages apart and would otherwise miss the TLB on each.
+  constexpr size_t kHugePage = 2 << 20;
+  const size_t alignment = bytes >= kHugePage ? kHugePage : 64;
+  const size_t size = (bytes + 64 + alignment - 1) / alignment * alignment;
+  void* p = aligned_alloc(alignment, size);
+  if (p == nullptr) throw std::bad_alloc();
+  if (alignment == kHugePage) madvise(p, size, MADV_HUGEPAGE);
+  return {(uint8_t*)p, free_bytes};
+}
+
 const FormatInfo* find_format(const std::string& name) {
   for (const FormatInfo& f : kFormats)
     if (name == f.name) return &f;
@@ -275,7 +281,7 @@ PackedMatrix make_packed(const FormatInfo& info, int n, int k) {
     m.form = info.format == Format::F32 ? Form::kF32 : info.format == Format::F16 ? Form::kF16 : Form::kBF16;
     m.panel_bytes = m.form == Form::kF32 ? (size_t)k * 64 : (size_t)padded * 32;
     m.groups = 0;
-    m.data = allocate((size_t)m.panels * m.panel_bytes);
+    m.data = allocate_bytes((size_t)m.panels * m.panel_bytes);
     return m;
   }
   m.form = info.nibbles ? Form::kQ4 : Form::kQ8;
@@ -285,10 +291,10 @@ PackedMatrix make_packed(const FormatInfo& info, int n, int k) {
   m.has_min = info.has_min;
   m.half_scales = info.half_scales;
   m.panel_bytes = (size_t)k * (info.nibbles ? 8 : 16);
-  m.data = allocate((size_t)m.panels * m.panel_bytes);
+  m.data = allocate_bytes((size_t)m.panels * m.panel_bytes);
   const size_t scale_bytes = (size_t)m.panels * m.groups * 16 * m.scale_bytes();
-  m.scales = allocate(scale_bytes);
-  if (m.has_min) m.mins = allocate(scale_bytes);
+  m.scales = allocate_bytes(scale_bytes);
+  if (m.has_min) m.mins = allocate_bytes(scale_bytes);
   return m;
 }
 

@@ -39,6 +39,11 @@ struct FormatInfo {
 // Null where the name is unknown.
 const FormatInfo* find_format(const std::string& name);
 
+// Memory for kernels: aligned, with room to load a whole vector at the end.
+using Bytes = std::unique_ptr<uint8_t[], void (*)(void*)>;
+void free_bytes(void* p);
+Bytes allocate_bytes(size_t bytes);
+
 // Packed forms. A panel holds 16 output columns (rows of the checkpoint's matrix); along K it is
 //   kF32   float  [K][16]
 //   kF16   half   [K32/2][16][2]        K32 = K rounded up to 32, padded with zeros
@@ -59,9 +64,9 @@ struct PackedMatrix {
   bool has_min = false;
   bool half_scales = false;
   size_t panel_bytes = 0;
-  std::unique_ptr<uint8_t[], void (*)(void*)> data{nullptr, nullptr};
-  std::unique_ptr<uint8_t[], void (*)(void*)> scales{nullptr, nullptr};  // [panels][groups][16] half or float
-  std::unique_ptr<uint8_t[], void (*)(void*)> mins{nullptr, nullptr};
+  Bytes data{nullptr, free_bytes};
+  Bytes scales{nullptr, free_bytes};  // [panels][groups][16] half or float
+  Bytes mins{nullptr, free_bytes};
 
   const uint8_t* panel(int p) const { return data.get() + (size_t)p * panel_bytes; }
   size_t scale_bytes() const { return half_scales ? 2 : 4; }

@@ -21,16 +21,16 @@ struct LinearArgs {
   int64_t ldx;
   const uint16_t* prepared;  // bf16 [rows][K32], K32 = k rounded up to 32, zero padded
   int64_t ld_prepared;
-  const float* sums;  // [rows][K32 / 16]: sums of 16 consecutive prepared values
-  int64_t ld_sums;
+  const float* sums;  // [rows]: sums of 16 consecutive prepared values (K32 / 16 of them), then, from
+  int64_t ld_sums;    // offset32 on, of 32 (K32 / 32)
+  int64_t offset32;
   float* y;
   int64_t ldy;
   int rows;
 };
 
 // Causal attention of a tile of query tokens of one sequence over one KV head.
-// KV of block b lies at kv + b * block_stride: keys [head_dim][16 tokens], then values [16 tokens][V],
-// V = head_dim rounded up to 16.
+// KV of block b lies at kv + b * block_stride, in the kernels' own layout (see store_kv).
 struct AttentionTask {
   const float* q;  // [num_tokens][>= group * head_dim] at the first query head of this KV head
   int64_t ldq;
@@ -77,12 +77,17 @@ struct Kernels {
                      void* scratch);
 };
 
+// Floats that prepare_row writes to `sums` for a row of k values.
+inline int64_t sums_per_row(int k) { return (int64_t)((k + 31) / 32) * 3; }
+
+// Bytes of one block's keys and values of one head. Kernels lay them out as they like within: keys take
+// head_dim rounded up to 32 values per token, values head_dim rounded up to 16.
 inline size_t kv_block_head_bytes(int head_dim, bool wide) {
-  const int padded = (head_dim + 15) / 16 * 16;
-  return (size_t)kBlockTokens * (size_t)(head_dim + padded) * (wide ? 4 : 2);
+  const int keys = (head_dim + 31) / 32 * 32, values = (head_dim + 15) / 16 * 16;
+  return (size_t)kBlockTokens * (size_t)(keys + values) * (wide ? 4 : 2);
 }
 
-// Kernels by name ("scalar", "avx2", "avx512", "avx512_bf16"); null where the name is unknown or the machine
+// Kernels by name ("scalar", "avx2", "avx512", "avx512_bf16", "amx"); null where the name is unknown or the machine
 // lacks the instructions. best_isa() is the last that the machine has.
 const Kernels* kernels_for(const char* isa);
 const char* const* known_isas();  // null-terminated

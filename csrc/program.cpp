@@ -24,11 +24,15 @@ constexpr int kOutputRows = 64;
 // Rows that a loop must have before it is worth waking the other threads for a cheap op.
 constexpr int kParallelRows = 8;
 
+// A row length in elements of `size` bytes that keeps consecutive rows out of the same cache sets: rows exactly a
+// multiple of 1 KiB apart evict each other when a kernel walks down a column of tiles.
+int64_t spread(int64_t length, int64_t size) { return length * size % 1024 == 0 ? length + 64 / size : length; }
+
+int64_t prepared_stride(int k) { return spread((k + 31) / 32 * 32, 2); }
+
 double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-void free_memory(void* p) { free(p); }
 
 }  // namespace
 
@@ -52,11 +56,11 @@ int Program::add_matrix(const FormatInfo& format, const uint8_t* data, int n, in
   const size_t scratch = std::max(kernels_->linear_scratch_bytes(k), (size_t)k * 64);
   for (std::vector<uint8_t>& s : scratch_)
     if (s.size() < scratch) s.resize(scratch);
-  const size_t padded = (size_t)(k + 31) / 32 * 32;
   const size_t rows = (size_t)std::max(max_tokens_, output_rows_);
-  if (kernels_->wants_prepared(m) && prepared_.size() < rows * padded) {
-    prepared_.resize(rows * padded + 32);
-    sums_.resize(rows * padded / 16);
+  if (kernels_->wants_prepared(m) && prepared_count_ < rows * prepared_stride(k)) {
+    prepared_count_ = rows * prepared_stride(k);
+    prepared_ = allocate_bytes(prepared_count_ * 2);
+    sums_.resize(rows * (size_t)sums_per_row(k));
   }
   matrices_.push_back(std::move(m));
   return (int)matrices_.size() - 1;
@@ -73,11 +77,9 @@ int Program::add_vector(const float* data, int n) {
 }
 
 int Program::add_buffer(int width, bool outputs) {
-  const int64_t stride = (width + 15) / 16 * 16;
+  const int64_t stride = spread((width + 15) / 16 * 16, 4);
   const size_t bytes = (size_t)stride * (size_t)(outputs ? output_rows_ : max_tokens_) * 4;
-  void* p = aligned_alloc(64, (bytes + 127) / 64 * 64);
-  if (p == nullptr) throw std::bad_alloc();
-  buffers_.push_back({width, stride, outputs, {(float*)p, free_memory}});
+  buffers_.push_back({width, stride, outputs, allocate_bytes(bytes)});
   return (int)buffers_.size() - 1;
 }
 
@@ -379,7 +381,8 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
 void Program::run_linear(const Op& op, int rows) {
   const Kernels& k = *kernels_;
   const int width = op.a.width;
-  const int64_t padded = (width + 31) / 32 * 32;
+  const int64_t ld = prepared_stride(width);
+  uint16_t* const prepared = (uint16_t*)prepared_.get();
   bool prepare = false;
   int panels = 0;
   for (const LinearPart& p : op.parts) {
@@ -388,11 +391,11 @@ void Program::run_linear(const Op& op, int rows) {
   }
   if (prepare)
     for_rows(rows, width, [&](int r, int) {
-      k.prepare_row(at(op.a, r), width, prepared_.data() + r * padded, sums_.data() + r * (padded / 16));
+      k.prepare_row(at(op.a, r), width, prepared + r * ld, sums_.data() + r * sums_per_row(width));
     });
 
   // Panels per item: few enough items to be cheap, enough of them to balance the threads.
-  int step = rows <= 2 ? 4 : 2;
+  int step = rows <= 16 ? 4 : 2;
   while (panels > step * pool_.size() * 32) step *= 2;
   int items = 0;
   for (const LinearPart& p : op.parts) items += (matrices_[p.matrix].panels + step - 1) / step;
@@ -409,10 +412,11 @@ void Program::run_linear(const Op& op, int rows) {
                             op.bias >= 0 ? vectors_[op.bias].data() + p.column : nullptr,
                             at(op.a, 0),
                             stride(op.a),
-                            prepared_.data(),
-                            padded,
+                            prepared,
+                            ld,
                             sums_.data(),
-                            padded / 16,
+                            sums_per_row(width),
+                            (width + 31) / 32 * 2,
                             at(out, 0),
                             stride(out),
                             rows};

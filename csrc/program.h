@@ -104,8 +104,8 @@ class Program {
   void execute(const StepInput& in);
 
   const PackedMatrix& matrix(int i) const { return matrices_.at(i); }
-  const float* buffer_data(int i) const { return buffers_.at(i).data.get(); }
-  float* buffer_data(int i) { return buffers_.at(i).data.get(); }
+  const float* buffer_data(int i) const { return buffers_.at(i).data(); }
+  float* buffer_data(int i) { return buffers_.at(i).data(); }
   int64_t buffer_stride(int i) const { return buffers_.at(i).stride; }
   int buffer_width(int i) const { return buffers_.at(i).width; }
   int buffer_rows(int i) const { return buffers_.at(i).outputs ? output_rows_ : max_tokens_; }
@@ -121,7 +121,8 @@ class Program {
     int width;
     int64_t stride;
     bool outputs;
-    std::unique_ptr<float[], void (*)(void*)> data;
+    Bytes memory;  // float [rows][stride]
+    float* data() const { return (float*)memory.get(); }
   };
   struct Table {
     const FormatInfo* format;
@@ -146,7 +147,7 @@ class Program {
   void check_vector(int weight, int size, const char* what) const;
   Op& append(OpCode code);
   float* at(const View& v, int64_t row) const {
-    return buffers_[v.buffer].data.get() + row * buffers_[v.buffer].stride + v.offset;
+    return buffers_[v.buffer].data() + row * buffers_[v.buffer].stride + v.offset;
   }
   int64_t stride(const View& v) const { return buffers_[v.buffer].stride; }
   template <class F>
@@ -176,7 +177,8 @@ class Program {
   uint8_t* kv_memory_ = nullptr;
   size_t kv_memory_bytes_ = 0;
   std::vector<Tile> tiles_;
-  std::vector<uint16_t> prepared_;  // bf16 rows of the current linear's input
+  Bytes prepared_{nullptr, free_bytes};  // bf16 rows of the current linear's input
+  size_t prepared_count_ = 0;            // its values
   std::vector<float> sums_;
   std::vector<std::vector<uint8_t>> scratch_;  // per thread
   std::array<double, (int)OpCode::kCount> op_seconds_{};

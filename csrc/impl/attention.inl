@@ -36,10 +36,6 @@ static void store_kv_as(const float* k, const float* v, int head_dim, uint8_t* k
   for (int d = 0; d < head_dim; ++d) values[d] = Cache::from(v[d]);
 }
 
-static void store_kv(const float* k, const float* v, int head_dim, bool wide, uint8_t* kv, int offset) {
-  wide ? store_kv_as<F32Cache>(k, v, head_dim, kv, offset) : store_kv_as<Bf16Cache>(k, v, head_dim, kv, offset);
-}
-
 // scores[r][16 b + t] = q[r] . key(t of block b), summed over d in order.
 template <class Cache, int kRows, int kBlocks>
 static inline void score_blocks(const float* q, int head_dim, const typename Cache::T* const* keys, float* scores) {
@@ -194,11 +190,19 @@ static void attend(const AttentionTask& t, float* scratch) {
   }
 }
 
-static size_t attention_scratch_bytes(int group, int head_dim) {
+static size_t row_scratch_bytes(int group, int head_dim) {
   const size_t rows = (size_t)kTileTokens * group;
   return 4 * ((size_t)kRowsAtOnce * kPieceTokens + rows * (2 + (size_t)head_dim + (head_dim + 15) / 16 * 16));
 }
 
+#if !defined(OCTAVO_ISA_AMX)
+static void store_kv(const float* k, const float* v, int head_dim, bool wide, uint8_t* kv, int offset) {
+  wide ? store_kv_as<F32Cache>(k, v, head_dim, kv, offset) : store_kv_as<Bf16Cache>(k, v, head_dim, kv, offset);
+}
+
+static size_t attention_scratch_bytes(int group, int head_dim) { return row_scratch_bytes(group, head_dim); }
+
 static void attention(const AttentionTask& task, bool wide, void* scratch) {
   wide ? attend<F32Cache>(task, (float*)scratch) : attend<Bf16Cache>(task, (float*)scratch);
 }
+#endif

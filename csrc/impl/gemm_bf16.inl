@@ -15,6 +15,7 @@ static void prepare_row(const float* x, int k, uint16_t* prepared, float* sums) 
     _mm256_storeu_si256((__m256i*)(prepared + i), b);
     sums[i / 16] = hsum({_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16))});
   }
+  for (int i = 0; i < padded / 32; ++i) sums[padded / 16 + i] = sums[2 * i] + sums[2 * i + 1];
 }
 
 static bool wants_prepared(const PackedMatrix& w) { return w.form != Form::kF32 && w.form != Form::kF16; }
@@ -91,7 +92,7 @@ template <int kRows, int kPanels, class Source>
 static inline void quantised_tile(const LinearArgs& a, int row, int panel, Source (&source)[kPanels]) {
   const PackedMatrix& w = *a.w;
   const uint16_t* x = a.prepared + (size_t)row * a.ld_prepared;
-  const float* sums = a.sums + (size_t)row * a.ld_sums;
+  const float* sums = a.sums + (size_t)row * a.ld_sums + (w.group == 32 ? a.offset32 : 0);
   const int chunks = w.group / 8;
   V16 acc[kRows][kPanels];
   for (int m = 0; m < kRows; ++m)
@@ -112,9 +113,7 @@ static inline void quantised_tile(const LinearArgs& a, int row, int panel, Sourc
       const V16 min = load_scale(w.panel_mins(panel + p), (size_t)g, w.half_scales);
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) {
-        const float* s = sums + (size_t)m * a.ld_sums;
-        const float total = w.group == 32 ? s[2 * g] + s[2 * g + 1] : s[g];
-        acc[m][p] = fma(V16::set1(total), min, acc[m][p]);
+        acc[m][p] = fma(V16::set1(sums[(size_t)m * a.ld_sums + g]), min, acc[m][p]);
       }
     }
   }
@@ -219,8 +218,7 @@ static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* sc
   wants_prepared(*a.w) ? linear_bf16(a, panel_begin, panel_end, scratch)
                        : linear_f32(a, panel_begin, panel_end, scratch);
 }
-
 static size_t linear_scratch_bytes(int k) {
   const size_t padded = (size_t)(k + 31) / 32 * 32;
-  return padded * 64 + 64;  // one float panel, or two bf16 panels
+  return padded * 64 + 128;  // one float panel, or two bf16 panels, aligned
 }

@@ -245,7 +245,29 @@ static inline void to_array(V16 a, float* out) { a.store(out); }
 
 #endif
 
-// Horizontal sum as a fixed binary tree: ((0+8)+(4+12)) ... the same on every instruction set.
+// Horizontal sum and maximum as a fixed binary tree, lane i with lane i + 8, then 4, 2, 1: the same bits on every
+// instruction set.
+#if defined(OCTAVO_ISA_AVX512) || defined(OCTAVO_ISA_AVX2)
+#if defined(OCTAVO_ISA_AVX512)
+static inline __m256 lower_half(V16 x) { return _mm512_castps512_ps256(x.v); }
+static inline __m256 upper_half(V16 x) { return _mm512_extractf32x8_ps(x.v, 1); }
+#else
+static inline __m256 lower_half(V16 x) { return x.a; }
+static inline __m256 upper_half(V16 x) { return x.b; }
+#endif
+static inline float hsum(V16 x) {
+  const __m256 eight = _mm256_add_ps(lower_half(x), upper_half(x));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+static inline float hmax(V16 x) {
+  const __m256 eight = _mm256_max_ps(lower_half(x), upper_half(x));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+#else
 static inline float hsum(V16 x) {
   float t[16];
   to_array(x, t);
@@ -260,6 +282,7 @@ static inline float hmax(V16 x) {
     for (int i = 0; i < w; ++i) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
   return t[0];
 }
+#endif
 
 // e^x, about 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, degree-6 polynomial for e^r (coefficients of the
 // Cephes library's expf). 0 below -87.33 (also for -inf); saturates near the largest float above 88.37.

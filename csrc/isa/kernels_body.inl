@@ -3,7 +3,9 @@
 #include "../impl/vec.h"
 #include "../impl/elementwise.inl"
 #include "../impl/gemm_f32.inl"
-#if defined(OCTAVO_ISA_BF16)
+#if defined(OCTAVO_ISA_AMX)
+#include "../impl/gemm_amx.inl"
+#elif defined(OCTAVO_ISA_BF16)
 #include "../impl/gemm_bf16.inl"
 #else
 static bool wants_prepared(const PackedMatrix&) { return false; }
@@ -14,6 +16,9 @@ static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* sc
 static size_t linear_scratch_bytes(int k) { return (size_t)k * 64; }
 #endif
 #include "../impl/attention.inl"
+#if defined(OCTAVO_ISA_AMX)
+#include "../impl/attention_amx.inl"
+#endif
 #include "../impl/sampler.inl"
 // clang-format on
 

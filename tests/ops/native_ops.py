@@ -10,7 +10,7 @@ from octavo import _native
 
 ISAS: list[str] = _native.available_isas()
 # bf16 keeps 8 significant bits, so rounding to nearest errs by at most 2^-8 of the value.
-ROUNDING = {isa: 2.0**-8 if isa == "avx512_bf16" else 0.0 for isa in ISAS}
+ROUNDING = {isa: 2.0**-8 if isa in ("avx512_bf16", "amx") else 0.0 for isa in ISAS}
 POSITIONS = 1024
 
 

@@ -208,15 +208,16 @@ def _linear_tolerance(inputs: dict[str, Any], rounding: float) -> F64:
     return bound
 
 
-def _attention_tolerance(inputs: dict[str, Any], _rounding: float) -> F64:
-    # A score errs by at most head_dim roundings of sum |q||k|; that moves each weight by that factor twice
-    # (numerator and denominator); the sums over the context add one rounding per token.
+def _attention_tolerance(inputs: dict[str, Any], rounding: float) -> F64:
+    # A score errs by at most head_dim float32 roundings of sum |q||k|, and by the rounding of q; that moves each
+    # weight by that factor twice (numerator and denominator). The rounding of the weights themselves, and the sums
+    # over the context, one rounding per token, come on top.
     q, k, v, head_dim = inputs["q"], inputs["k"], inputs["v"], inputs["head_dim"]
     length = (
         np.linalg.norm(q.reshape(-1, head_dim), axis=1).max() * np.linalg.norm(k.reshape(-1, head_dim), axis=1).max()
     )
-    score_error = float(length) * np.sqrt(head_dim) * EPS32
-    relative = 2 * score_error + 2 * EXP_ERROR + 4 * EPS32 * k.shape[0]
+    score_error = float(length) / np.sqrt(head_dim) * (head_dim * EPS32 + rounding)
+    relative = 2 * score_error + 2 * rounding + 2 * EXP_ERROR + 4 * EPS32 * k.shape[0]
     return np.full(q.shape, float(np.abs(v).max()) * relative, dtype=np.float64)
 
 

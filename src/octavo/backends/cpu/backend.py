@@ -153,11 +153,11 @@ def _rope_factors(model: LoadedModel) -> npt.NDArray[np.float32] | None:
 
 
 def _details(isa: str, threads: int, kv_cache_dtype: str, formats: set[str]) -> dict[str, str]:
-    bf16 = isa == "avx512_bf16"
+    product = {"avx512_bf16": "bf16 dot product, float32 sums", "amx": "AMX bf16 tiles, float32 sums"}.get(isa)
     linear = []
     for name in sorted(formats):
-        exact = name in ("F32", "F16") or not bf16
-        linear.append(f"{name}: " + ("float32 fused multiply-add" if exact else "bf16 dot product, float32 sums"))
+        exact = name in ("F32", "F16") or product is None
+        linear.append(f"{name}: {'float32 fused multiply-add' if exact else product}")
     return {
         "instruction set": isa,
         "threads": str(threads),
