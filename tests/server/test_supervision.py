@@ -37,10 +37,11 @@ def ask(served: Program, **fields: Any) -> httpx.Response:
 
 
 def answer(response: httpx.Response) -> Any:
-    """What a client sees of an answer, but ids and times."""
+    """What a client sees of an answer, but ids, times and what the cache gave."""
     assert response.status_code == 200, response.text
     if not response.headers["content-type"].startswith("text/event-stream"):
         body = response.json()
+        del body["usage"]["prompt_tokens_details"]  # what was cached or shared depends on what went before
         return [body["choices"], body["usage"]]
     frames = [f.removeprefix("data: ") for f in response.text.split("\n\n") if f]
     assert frames[-1] == "[DONE]"
