@@ -201,6 +201,7 @@ def live_server(
     chat_template: str | None = TEMPLATE,
     settings: dict[str, Any] | None = None,
     shutdown_timeout: float = 0.0,
+    write_timeout: float = 60.0,
     **config: Any,
 ) -> Iterator[LiveServer]:
     """Keyword arguments: those of EngineConfig; `settings`: those of ServerSettings."""
@@ -222,7 +223,7 @@ def live_server(
     )
     listener = bind_socket("127.0.0.1", 0)
     started = threading.Event()
-    server = OctavoServer(app, shutdown_timeout=shutdown_timeout, on_started=started.set)
+    server = OctavoServer(app, shutdown_timeout=shutdown_timeout, write_timeout=write_timeout, on_started=started.set)
     thread = threading.Thread(target=server.serve_on, args=(listener,))
     thread.start()
     try:

@@ -29,6 +29,36 @@ SERVER = "Server"
     help="Port; 0 takes a free one.",
 )
 @option("--api-key", metavar="KEY", group=SERVER, help="Demand this bearer key. Default: OCTAVO_API_KEY, else none.")
+@option(
+    "--api-key-file", metavar="FILE", group=SERVER, help="TOML with names, keys and limits; see docs/operations.md."
+)
+@option("--usage-db", metavar="FILE", group=SERVER, help="SQLite file of usage by key. Default: KEYFILE.usage.db.")
+@option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    group=SERVER,
+    help="Let browser pages of this origin call; * for all; repeatable. Default: none.",
+)
+@option("--ssl-certfile", metavar="FILE", group=SERVER, help="Serve HTTPS with this certificate (PEM).")
+@option("--ssl-keyfile", metavar="FILE", group=SERVER, help="Its private key, if not in the same file.")
+@option(
+    "--request-timeout",
+    type=click.FloatRange(0.001, 86400),
+    metavar="SECONDS",
+    group=SERVER,
+    help="Give an answer up after that time. Clients may ask for less with X-Request-Timeout.",
+)
+@option(
+    "--write-timeout",
+    type=click.FloatRange(0.1, 86400),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    group=SERVER,
+    help="Close connections of clients that read nothing for that time.",
+)
 @option("--served-model-name", metavar="NAME", group=SERVER, help="Name in the API. Default: MODEL as given.")
 @option("--ignore-unknown-fields", is_flag=True, group=SERVER, help="Ignore unknown request fields instead of 400.")
 @option("--trust-special-tokens", is_flag=True, group=SERVER, help="Let users' text contain special tokens.")

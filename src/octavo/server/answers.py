@@ -161,8 +161,18 @@ class RequestStory(msgspec.Struct):
     prompts: list[dict[str, Any]]
 
 
+class KeyUsage(msgspec.Struct):
+    object: Literal["usage"]
+    key: str
+    active_requests: int
+    today: dict[str, int]
+    total: dict[str, int]
+    limits: dict[str, int | None]
+
+
 class Health(msgspec.Struct):
     status: str
+    engine_restarts: int
 
 
 class Version(msgspec.Struct):

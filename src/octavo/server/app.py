@@ -10,6 +10,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,6 +24,7 @@ from octavo.server.completions import create_completion
 from octavo.server.envelope import Envelope
 from octavo.server.failures import (
     ModelUnknownError,
+    NoKeysError,
     RequestUnknownError,
     anthropic_error_response,
     error_response,
@@ -68,6 +70,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             Route("/detokenize", _guard(detokenize), methods=["POST"]),
             Route("/v1/models", _guard(list_models), methods=["GET"]),
             Route("/v1/models/{model:path}", _guard(get_model), methods=["GET"]),
+            Route("/v1/usage", _guard(get_usage), methods=["GET"]),
             Route("/v1/requests/{id:path}", _guard(get_request), methods=["GET"]),
             Route("/openapi.json", _guard(openapi), methods=["GET"]),
             Route("/docs", _guard(docs_page), methods=["GET"]),
@@ -75,7 +78,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             Route("/version", _guard(version), methods=["GET"]),
             Route("/metrics", _guard(metrics), methods=["GET"]),
         ],
-        middleware=[Middleware(_envelope, api_key=settings.api_key)],
+        middleware=_middleware(state),
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
     )
@@ -84,8 +87,22 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     return app
 
 
-def _envelope(app: ASGIApp, api_key: str | None) -> ASGIApp:
-    return Envelope(app, api_key)
+def _middleware(state: ServerState) -> list[Middleware]:
+    """Outermost first: a preflight of a browser carries no key (Fetch standard)."""
+
+    def cors(app: ASGIApp) -> ASGIApp:
+        return CORSMiddleware(
+            app,
+            allow_origins=state.settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+
+    def envelope(app: ASGIApp) -> ASGIApp:
+        return Envelope(app, state.accounts, state.settings.request_timeout)
+
+    return [*([Middleware(cors)] if state.settings.cors_origins else []), Middleware(envelope)]
 
 
 Endpoint = Callable[[Request, ServerState], Awaitable[Any]]
@@ -140,6 +157,14 @@ async def get_model(request: Request, state: ServerState) -> Response:
     if request.path_params["model"] != state.settings.model_name:
         raise ModelUnknownError
     return json_response(_model_card(state))
+
+
+async def get_usage(request: Request, state: ServerState) -> Response:
+    """What the key of this request has used, and its limits."""
+    account = request.scope["state"].get("account")
+    if account is None:
+        raise NoKeysError
+    return json_response(account.describe())
 
 
 async def get_request(request: Request, state: ServerState) -> Response:

@@ -36,10 +36,14 @@ if TYPE_CHECKING:
     from octavo.engine import Engine
 
 
+MAX_PENDING = 65536
+
+
 class RequestHandle:
     """The events of one submission (one or several prompts), in order. Always `close()` it.
 
-    Used from the event loop only. Memory is bounded by the tokens that the prompts may generate.
+    Used from the event loop only. Memory is bounded: whoever takes so little that MAX_PENDING tokens and
+    alternatives pile up is given up.
     """
 
     def __init__(self, request_ids: Sequence[str], release: Callable[[RequestHandle], None]) -> None:
@@ -49,12 +53,19 @@ class RequestHandle:
         self._news = asyncio.Event()
         self._error: OctavoError | None = None
         self.closed = False
+        self._weight = 0
+        # Called when the reader is so far behind that its answer is given up.
+        self.on_overflow: Callable[[], None] = self.close
         # Requests that may still be running in the engine.
         self.open_ids = set(request_ids)
 
     def put(self, event: OutputEvent) -> None:
         self._pending.append(event)
         self._news.set()
+        num_top = len(event.logprobs[0].top) if event.logprobs else 0
+        self._weight += len(event.token_ids) * (1 + num_top)
+        if self._weight > MAX_PENDING:
+            self.on_overflow()
 
     def fail(self, error: OctavoError) -> None:
         """Every later `next_events` raises `error` once the events before it are taken."""
@@ -71,6 +82,7 @@ class RequestHandle:
             await self._news.wait()
         events = list(self._pending)
         self._pending.clear()
+        self._weight = 0
         return events
 
     def finished(self, request_id: str) -> None:

@@ -31,6 +31,15 @@ class RequestUnknownError(RequestError):
         super().__init__("no recent request has this X-Request-Id", param="id", code="request_not_found")
 
 
+class NoKeysError(RequestError):
+    """GET /v1/usage of a server without keys."""
+
+    status = 404
+
+    def __init__(self) -> None:
+        super().__init__("this server has no keys, so it counts no usage", code="no_keys")
+
+
 class BodyTooLargeError(RequestError):
     """The request body exceeds --max-body-size."""
 
@@ -38,6 +47,22 @@ class BodyTooLargeError(RequestError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"the request body exceeds {limit} bytes", code="body_too_large")
+
+
+class BodyTimeoutError(RequestError):
+    """The client stopped sending in the middle of its body."""
+
+    status = 408
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"nothing of the request body came for {seconds:g} s", code="body_timeout")
+
+
+class DeadlineError(GenerationError):
+    """The answer took longer than --request-timeout or the client's X-Request-Timeout."""
+
+    def __init__(self) -> None:
+        super().__init__("the answer took longer than the time given to this request")
 
 
 class ClientGoneError(OctavoError):
@@ -51,6 +76,8 @@ def error_object(error: OctavoError) -> dict[str, Any]:
     if isinstance(error, RequestError):
         param, code = error.param, error.code
         kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+    elif isinstance(error, DeadlineError):
+        code = "request_timeout"
     elif isinstance(error, GenerationError):
         code = "generation_failed"
     elif isinstance(error, EngineError):
@@ -67,6 +94,8 @@ def error_fields(message: str, kind: str, param: str | None, code: str | None) -
 def status_of(error: OctavoError) -> int:
     if isinstance(error, RequestError):
         return error.status
+    if isinstance(error, DeadlineError):
+        return 504
     return 503 if isinstance(error, EngineError) and not isinstance(error, GenerationError) else 500
 
 

@@ -120,6 +120,7 @@ class Generation:
         ]
         try:
             self._handle = await self._client.submit(specs)
+            self._handle.on_overflow = self.client_gone
         except RequestError as e:
             if e.param == "prompt":
                 e.param = self._param
@@ -152,6 +153,10 @@ class Generation:
     def elapsed(self) -> float:
         """Seconds since the arrival, or from it to the end."""
         return time.perf_counter() - self._arrival if self.seconds is None else self.seconds
+
+    @property
+    def admitted(self) -> bool:
+        return self._handle is not None
 
     @property
     def done(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from starlette.types import Scope
 import octavo
 from octavo.request import SamplingParams
 from octavo.server.explained import Entry
-from octavo.server.failures import BodyTooLargeError, ModelUnknownError
+from octavo.server.failures import BodyTimeoutError, BodyTooLargeError, ModelUnknownError
 from octavo.server.generation import Generation, Prompt
+from octavo.server.quotas import spend
 from octavo.server.schema import GenerationBody, check_supported, decode_body, lenient, refuse, sampling_params
 from octavo.server.sse import GenerationResponse, Renderer
 from octavo.server.state import ServerState
@@ -23,6 +25,9 @@ from octavo.server.tenants import tenant_of
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+BODY_TIMEOUT = 60.0  # seconds in which at least something of a body must arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     if declared.isdigit() and int(declared[:18]) > limit:
         raise BodyTooLargeError(limit)
     chunks, size = [], 0
-    async for chunk in request.stream():
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                chunk = await anext(stream, None)
+        except TimeoutError:
+            raise BodyTimeoutError(BODY_TIMEOUT) from None
+        if chunk is None:
+            break
         size += len(chunk)
         if size > limit:
             raise BodyTooLargeError(limit)
@@ -112,9 +125,11 @@ def make_generation(state: ServerState, prompts: list[Prompt], parsed: Parsed[An
 
 def respond(state: ServerState, generation: Generation, renderer: Renderer, body: GenerationBody) -> GenerationResponse:
     entry: Entry | None = None
+    scope: Scope | None = None
 
-    def begin(scope: Scope) -> None:
-        nonlocal entry
+    def begin(given: Scope) -> None:
+        nonlocal entry, scope
+        scope = given
         state.enter()
         generation.tenant = tenant_of(scope)
         entry = Entry(scope["state"]["request_id"], scope["path"], generation)
@@ -122,6 +137,9 @@ def respond(state: ServerState, generation: Generation, renderer: Renderer, body
 
     def end() -> None:
         state.leave()
+        if scope is not None:
+            num_prompt = sum(len(p.token_ids) for p in generation.prompts) if generation.admitted else 0
+            spend(scope, num_prompt, sum(c.num_tokens for c in generation.choices))
         if entry is not None:
             state.book.close(entry)
 

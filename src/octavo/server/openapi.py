@@ -102,6 +102,12 @@ OPERATIONS = (
         tag="Octavo",
     ),
     Operation(
+        path="/v1/usage",
+        summary="What the key of this request has used, and its limits",
+        answer=answers.KeyUsage,
+        tag="Octavo",
+    ),
+    Operation(
         path="/v1/requests/{id}",
         summary="What happened to a live or recent request, by its X-Request-Id",
         answer=answers.RequestStory,
@@ -217,8 +223,8 @@ def _ref(schema: type[msgspec.Struct]) -> dict[str, str]:
 
 
 async def openapi(request: Request, state: ServerState) -> Response:
-    settings = state.settings
-    return json_response(describe(with_key=settings.api_key is not None, lenient=settings.ignore_unknown_fields))
+    with_key, lenient = state.accounts is not None, state.settings.ignore_unknown_fields
+    return json_response(describe(with_key=with_key, lenient=lenient))
 
 
 async def docs_page(request: Request, state: ServerState) -> Response:

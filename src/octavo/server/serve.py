@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import pickle
+import re
 import signal
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,12 +25,16 @@ from octavo.config import EngineOptions
 from octavo.errors import ConfigError, EngineError, RequestError, UnsupportedError
 from octavo.request import SamplingParams
 from octavo.server.app import ServerSettings, ServerState, create_app
+from octavo.server.keys import load_keys
+from octavo.server.ledger import Ledger
 from octavo.server.process import DEFAULT_ASSEMBLE, StageProgress
 from octavo.server.protocol import OctavoProtocol
+from octavo.server.quotas import Accounts
 from octavo.server.schema import PRESET_FIELDS
 from octavo.server.supervisor import SupervisedEngineClient, SupervisorOptions
 from octavo.server.wire import Ready
 from octavo.text.tokenizer import Tokenizer
+from octavo.units import shorten
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +60,13 @@ def run_server(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
+    api_key_file: str | None = None,
+    usage_db: str | None = None,
+    cors_origins: Sequence[str] = (),
+    ssl_certfile: str | None = None,
+    ssl_keyfile: str | None = None,
+    request_timeout: float | None = None,
+    write_timeout: float = 60.0,
     max_body_bytes: int = 32 * 1024 * 1024,
     ignore_unknown_fields: bool = False,
     sse_keep_alive: float | None = None,
@@ -72,9 +85,13 @@ def run_server(
     behind and the port is free.
     """
     begun = time.monotonic()
+    check_origins(cors_origins)
+    check_certificate(ssl_certfile, ssl_keyfile)
     listener = bind_socket(host, port)
     client: SupervisedEngineClient | None = None
+    accounts: Accounts | None = None
     try:
+        accounts = open_accounts(api_key, api_key_file, usage_db)
         with _exit_on_sigterm():
             client = SupervisedEngineClient(model, options, assemble=assemble, supervision=supervision)
             ready = client.wait_ready(progress)
@@ -84,7 +101,9 @@ def run_server(
             model_root=model,
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
-            api_key=api_key,
+            accounts=accounts,
+            cors_origins=tuple(cors_origins),
+            request_timeout=request_timeout,
             max_body_bytes=max_body_bytes,
             ignore_unknown_fields=ignore_unknown_fields,
             sse_keep_alive=sse_keep_alive,
@@ -96,7 +115,7 @@ def run_server(
         app = create_app(client, tokenizer, settings)
         bound_port = listener.getsockname()[1]
         info = ReadyInfo(
-            url=f"http://{f'[{host}]' if ':' in host else host}:{bound_port}",
+            url=f"{'https' if ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{bound_port}",
             host=host,
             port=bound_port,
             model_name=settings.model_name,
@@ -104,15 +123,61 @@ def run_server(
             report=ready.report,
             seconds=time.monotonic() - begun,
         )
-        server = OctavoServer(app, shutdown_timeout=shutdown_timeout, on_started=lambda: on_ready(info))
+        server = OctavoServer(
+            app,
+            shutdown_timeout=shutdown_timeout,
+            write_timeout=write_timeout,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
+            on_started=lambda: on_ready(info),
+        )
         server.serve_on(listener)
     finally:
         listener.close()
         if client is not None:
             client.kill()
+        if accounts is not None:
+            accounts.close()
     if server.failure is not None:
         raise server.failure
     return 0
+
+
+def open_accounts(api_key: str | None, api_key_file: str | None, usage_db: str | None) -> Accounts | None:
+    """None without keys. Usage is kept beside the key file unless `usage_db` says where. Raises ConfigError."""
+    ring = load_keys(api_key, api_key_file)
+    if ring is None:
+        if usage_db is not None:
+            raise ConfigError("usage_db needs keys: give --api-key-file or --api-key")
+        return None
+    if usage_db is None and api_key_file is not None:
+        usage_db = f"{Path(api_key_file).expanduser()}.usage.db"
+    return Accounts(ring, Ledger(usage_db))
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raises ConfigError unless each is "*" or what a browser sends as Origin."""
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]{1,255}", origin):
+            raise ConfigError(f"cors_origin: {shorten(origin)} is not an origin such as https://example.org, nor *")
+
+
+def check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """Raises ConfigError, before any model is loaded, if TLS cannot work with these files (PEM)."""
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile")
+        return
+
+    def refuse_password() -> str:
+        raise ConfigError("ssl_keyfile: the private key has a password; give one without")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, refuse_password)
+    except ssl.SSLError as e:
+        raise ConfigError(f"ssl_certfile: no certificate and private key that match: {e.reason or e}") from None
+    except OSError as e:
+        raise ConfigError(f"ssl_certfile or ssl_keyfile cannot be read: {e.strerror}") from None
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -201,7 +266,14 @@ class OctavoServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: Starlette, *, shutdown_timeout: float = 5.0, on_started: Callable[[], None] = lambda: None
+        self,
+        app: Starlette,
+        *,
+        shutdown_timeout: float = 5.0,
+        write_timeout: float = 60.0,
+        ssl_certfile: str | None = None,
+        ssl_keyfile: str | None = None,
+        on_started: Callable[[], None] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -213,8 +285,10 @@ class OctavoServer(uvicorn.Server):
             lifespan="on",
             timeout_graceful_shutdown=2,  # for clients that do not read their last frames
             proxy_headers=False,
-            http=OctavoProtocol,
+            http=type("Protocol", (OctavoProtocol,), {"write_timeout": write_timeout}),
             timeout_keep_alive=60,  # longer than clients keep idle connections, so that they close first
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
         )
         super().__init__(config)
         self._state: ServerState = app.state.server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import OctavoError
 from octavo.server.explained import explain
-from octavo.server.failures import ClientGoneError, error_object, error_response, json_response
+from octavo.server.failures import ClientGoneError, DeadlineError, error_object, error_response, json_response
 from octavo.server.generation import Generation, Update
 from octavo.server.wire import GenerationError
 
@@ -102,10 +103,15 @@ class GenerationResponse:
         self._on_start(scope)
         watcher = asyncio.create_task(self._watch(receive))
         error: BaseException | None = None
+        deadline = scope.get("state", {}).get("deadline")
         try:
-            await self._answer(scope, receive, send)
+            async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+                await self._answer(scope, receive, send)
         except ClientGoneError:
             pass
+        except TimeoutError:
+            error = DeadlineError()
+            await self._report(error, scope, receive, send)
         except OctavoError as e:
             error = e
             await self._report(e, scope, receive, send)

@@ -12,7 +12,10 @@ from typing import Any, TypeVar
 from octavo.errors import EngineError
 from octavo.server.client import EngineClient
 from octavo.server.explained import RequestBook
+from octavo.server.keys import load_keys
+from octavo.server.ledger import Ledger
 from octavo.server.metrics import ServerMetrics
+from octavo.server.quotas import Accounts
 from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -29,7 +32,10 @@ class ServerSettings:
     max_model_len: int
     vocab_size: int
     model_root: str | None = None
-    api_key: str | None = field(default=None, repr=False)
+    api_key: str | None = field(default=None, repr=False)  # a single key without limits, instead of accounts
+    accounts: Accounts | None = None
+    cors_origins: tuple[str, ...] = ()
+    request_timeout: float | None = None
     max_body_bytes: int = 32 * 1024 * 1024
     ignore_unknown_fields: bool = False
     sse_keep_alive: float | None = None
@@ -47,6 +53,9 @@ class ServerState:
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings
+        self.accounts = settings.accounts
+        if self.accounts is None and (ring := load_keys(settings.api_key, None)) is not None:
+            self.accounts = Accounts(ring, Ledger(None))
         self.metrics = ServerMetrics(settings.model_name)
         self.book = RequestBook(client)
         self.created = int(time.time())
