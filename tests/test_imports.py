@@ -17,7 +17,20 @@ SOURCE = ROOT / "src" / "octavo"
 
 # What each core module may import of Octavo besides other core modules: nothing.
 CORE = [
-    *("errors", "clock", "request", "plan", "events", "config", "units", "system", "policies", "scheduler", "engine"),
+    *(
+        "errors",
+        "clock",
+        "constraint",
+        "request",
+        "plan",
+        "events",
+        "config",
+        "units",
+        "system",
+        "policies",
+        "scheduler",
+        "engine",
+    ),
     "explain",
     *("kv.partial", "kv.pool", "kv.prefix", "kv.sizing", "kv.tables", "backends.base", "models.spec"),
 ]
@@ -128,7 +141,7 @@ def test_one_function_reads_octavo_variables() -> None:
 
 
 def test_exported_names() -> None:
-    assert octavo.__all__ == ["LLM", "Engine", "Request", "SamplingParams", "__version__"]
+    assert octavo.__all__ == ["LLM", "Engine", "Request", "SamplingParams", "StructuredOutputsParams", "__version__"]
     for name in octavo.__all__:
         assert getattr(octavo, name) is not None
         assert name in dir(octavo)

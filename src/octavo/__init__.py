@@ -6,19 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.constraint import StructuredOutputsParams
     from octavo.engine import Engine
     from octavo.llm import LLM
     from octavo.request import Request, SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Engine", "Request", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Engine", "Request", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "octavo.llm",
     "Engine": "octavo.engine",
     "Request": "octavo.request",
     "SamplingParams": "octavo.request",
+    "StructuredOutputsParams": "octavo.constraint",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from octavo.backends.base import Backend
 from octavo.clock import Clock, WallClock
 from octavo.config import EngineConfig
+from octavo.constraint import Grammar, GrammarCompiler, StructuredOutputsParams
 from octavo.errors import ContextLengthError, EngineError, RequestError
 from octavo.events import OutputEvent
 from octavo.explain import Recorder
@@ -51,15 +52,22 @@ class Engine:
     """One model, one KV pool, one loop. Not thread-safe: whoever owns it calls it from one thread."""
 
     def __init__(
-        self, config: EngineConfig, backend: Backend, *, clock: Clock | None = None, seed: int | None = None
+        self,
+        config: EngineConfig,
+        backend: Backend,
+        *,
+        clock: Clock | None = None,
+        seed: int | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`seed` makes the seeds drawn for requests without one repeatable."""
+        """`seed` makes the seeds drawn for requests without one repeatable. `grammars`: for structured output."""
         self.config = config
         self.backend = backend
         self.scheduler = Scheduler(config)
         self._clock: Clock = WallClock() if clock is None else clock
         self._random = random.Random(seed)
         self._recorder: Recorder | None = None
+        self.grammars = grammars
         backend.allocate_kv(config.num_blocks)
 
     def make_request(
@@ -104,7 +112,17 @@ class Engine:
             tenant=tenant,
             priority=priority,
             arrival=self._clock.now(),
+            grammar=self._grammar(params.structured_outputs),
         )
+
+    def _grammar(self, wish: StructuredOutputsParams | None) -> Grammar | None:
+        if wish is None:
+            return None
+        if self.grammars is None:
+            raise RequestError(
+                "structured output needs a tokenizer, which this model lacks", param="structured_outputs"
+            )
+        return self.grammars.compile(wish)
 
     def add_request(self, request: Request) -> None:
         """Queue it. QueueFullError; RequestError if the id belongs to a live request."""

@@ -19,6 +19,7 @@ class SampleSpec:
     does not depend on the batch (law 1). `position` is that of the token being drawn.
     `token_ids` are all known tokens, of which the first `num_prompt` are the prompt: the penalties
     need them; do not modify. `banned_ids` may not be drawn (EOS and stop tokens before `min_tokens`).
+    `mask`, where a grammar rules: one bit per token, lowest first, in 32-bit words; 0 may not be drawn.
     """
 
     params: SamplingParams
@@ -28,6 +29,7 @@ class SampleSpec:
     token_ids: list[int]
     num_prompt: int
     banned_ids: tuple[int, ...] = ()
+    mask: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

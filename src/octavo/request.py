@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from octavo.constraint import Constraint, Grammar, StructuredOutputsParams
 from octavo.errors import RequestError
 
 MAX_SAMPLES = 128
@@ -47,7 +48,8 @@ class SamplingParams:
     presence and frequency penalties count generated tokens, the repetition penalty counts prompt
     and generated tokens (as transformers does). `logprobs` k asks for the k most probable tokens
     beside the chosen one, from the distribution before penalties and temperature. `best_of` draws that
-    many samples and keeps the n with the highest mean log-probability per token.
+    many samples and keeps the n with the highest mean log-probability per token. The end that
+    `structured_outputs` sets wins over `min_tokens` and `ignore_eos`.
     """
 
     n: int = 1
@@ -70,6 +72,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         # Users of vLLM write stop="x" and lists; normalise once so that everyone else sees tuples.
@@ -181,6 +184,7 @@ class Request:
     tenant: str = ""  # whose request it is, for explanations and quotas; the cache goes by the salt alone
     priority: int = 0
     arrival: float = 0.0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -210,6 +214,7 @@ class Sequence:
     __slots__ = (
         "block_hashes",
         "block_ids",
+        "constraint",
         "finish_reason",
         "index",
         "num_cached",
@@ -240,6 +245,8 @@ class Sequence:
         self.num_preemptions = 0
         self.prompt_logprobs_done = 0  # prompt positions whose logprobs were already emitted
         self.order: tuple[float, int, int] = (0.0, 0, index)  # place in line, set by the scheduler
+        # Follows the generated tokens, not the steps: what is computed again changes nothing here.
+        self.constraint: Constraint | None = request.grammar.start() if request.grammar is not None else None
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

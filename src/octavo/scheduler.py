@@ -449,12 +449,14 @@ class Scheduler:
         )
 
     def _reason_to_stop(self, seq: Sequence, token_id: int) -> FinishReason | None:
-        """Stop wins over length on the same token. Before `min_tokens` no stop can be drawn: see `_row`."""
+        """Stop wins over length on the same token. Before `min_tokens` only a grammar can end the text."""
         request = seq.request
         num_generated = len(seq.token_ids) - seq.num_prompt
+        if seq.constraint is not None and seq.constraint.accept(token_id):
+            return FinishReason.STOP
         if token_id in request.eos_token_ids and not request.params.ignore_eos:
             return FinishReason.STOP
-        if token_id in request.params.stop_token_ids:
+        if token_id in request.params.stop_token_ids and num_generated > request.params.min_tokens:
             seq.stop_reason = token_id
             return FinishReason.STOP
         if num_generated >= request.max_tokens or len(seq.token_ids) >= self._max_known:
@@ -491,12 +493,18 @@ def _sample_spec(seq: Sequence) -> SampleSpec:
     """How to draw the token after all that `seq` knows."""
     request = seq.request
     banned = () if seq.num_generated >= request.params.min_tokens else _ids_to_ban(request)
-    return SampleSpec(request.params, request.seed, seq.index, seq.num_known, seq.token_ids, seq.num_prompt, banned)
+    mask = None if seq.constraint is None else seq.constraint.mask()
+    return SampleSpec(
+        request.params, request.seed, seq.index, seq.num_known, seq.token_ids, seq.num_prompt, banned, mask
+    )
 
 
 def _ids_to_ban(request: Request) -> tuple[int, ...]:
-    """What may not be drawn before `min_tokens`: everything that would end the sequence."""
-    ids = set(request.params.stop_token_ids)
+    """What may not be drawn before `min_tokens`: everything that would end the sequence.
+
+    Under a grammar a stop token may be the only way on; it is drawn then, and does not stop.
+    """
+    ids = set(request.params.stop_token_ids) if request.grammar is None else set()
     if not request.params.ignore_eos:
         ids |= request.eos_token_ids
     return tuple(sorted(ids))

@@ -110,9 +110,6 @@ def test_wrong_types_are_named(live: LiveServer) -> None:
         ({"best_of": 129}, "best_of"),
         ({"n": 2, "best_of": 1}, "best_of"),
         ({"store": True}, "store"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"response_format": {}}, "response_format"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )

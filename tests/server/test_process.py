@@ -156,3 +156,14 @@ def test_client_alone(directory: Path) -> None:
     finally:
         client.kill()
     assert not alive(client.pid)
+
+
+def test_structured_output_crosses_to_the_engine_process(directory: Path) -> None:
+    """The wish is compiled again on the other side; a bad one never gets there."""
+    with program(directory, 1.0) as running:
+        url = f"http://127.0.0.1:{running.port}/v1/completions"
+        wish = {"json": {"enum": ["é", "b"]}}
+        answer = running.http.post(url, content=running.body(structured_outputs=wish, max_tokens=20))
+        assert answer.status_code == 200 and json.loads(answer.json()["choices"][0]["text"]) in ("é", "b")
+        bad = running.http.post(url, content=running.body(structured_outputs={"regex": "["}))
+        assert bad.status_code == 400

@@ -23,6 +23,7 @@ from octavo.plan import SampleSpec, StepPlan, StepResult
 from octavo.server.app import ServerSettings, create_app
 from octavo.server.client import ThreadEngineClient
 from octavo.server.serve import OctavoServer, bind_socket
+from octavo.text.constraints import ConstraintCompiler
 from octavo.text.tokenizer import Tokenizer
 from support.script_backend import ScriptBackend
 
@@ -43,17 +44,24 @@ def byte_alphabet() -> list[str]:
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
-def write_tokenizer(directory: Path, *, chat_template: str | None = TEMPLATE) -> Path:
-    """A byte-level tokenizer without merges: id b is the byte b, then PIECES, then SPECIALS."""
+def write_tokenizer(
+    directory: Path,
+    *,
+    chat_template: str | None = TEMPLATE,
+    pieces: Sequence[str] = (),
+    eos: str | None = "<|im_end|>",
+) -> Path:
+    """A byte-level tokenizer without merges: id b is the byte b, then PIECES, then `pieces` (texts), then SPECIALS."""
     vocab = {c: b for b, c in enumerate(byte_alphabet())}
-    for piece in PIECES:
-        vocab[piece] = len(vocab)
+    alphabet = byte_alphabet()
+    for piece in (*PIECES, *("".join(alphabet[b] for b in text.encode()) for text in pieces)):
+        vocab.setdefault(piece, len(vocab))
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])
     backend.save(str(directory / "tokenizer.json"))
-    config: dict[str, Any] = {"eos_token": "<|im_end|>"}
+    config: dict[str, Any] = {"eos_token": eos} if eos is not None else {}
     if chat_template is not None:
         config["chat_template"] = chat_template
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
@@ -207,7 +215,10 @@ def live_server(
     """Keyword arguments: those of EngineConfig; `settings`: those of ServerSettings."""
     tokenizer = Tokenizer.from_directory(write_tokenizer(directory, chat_template=chat_template))
     model = ScriptedModel(vocab_size=tokenizer.vocab_size)
-    engine = Engine(EngineConfig(**{"max_model_len": 256, "num_blocks": 512, **config}), model, seed=0)
+    grammars = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
+    engine = Engine(
+        EngineConfig(**{"max_model_len": 256, "num_blocks": 512, **config}), model, seed=0, grammars=grammars
+    )
     client = ThreadEngineClient(engine)
     app = create_app(
         client,

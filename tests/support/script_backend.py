@@ -134,23 +134,29 @@ class SlotBackend:
         if spec is None:
             return RowResult(scores=scores)
         first, *forks = (self._drawn(contexts[-1], one) for one in (spec, *row.forks))
-        return RowResult(first.token_id, first.logprobs, scores, forks=tuple(forks))
+        return RowResult(first.token_id, first.logprobs, () if first.error else scores, first.error, forks=tuple(forks))
 
     def _drawn(self, context: bytes, spec: SampleSpec) -> RowResult:
         raw = self.logits(context, spec)
         token_id = self._draw(raw, spec)
+        if token_id is None:
+            return RowResult(error="no token may be drawn: all are excluded")
         num_top = spec.params.num_logprobs
         return RowResult(token_id, None if num_top is None else self._logprobs(raw, token_id, num_top))
 
-    def _draw(self, raw: Logits, spec: SampleSpec) -> int:
-        """Argmax of the biased logits without the banned ids; ties: lowest id."""
+    def _draw(self, raw: Logits, spec: SampleSpec) -> int | None:
+        """Argmax of the biased logits without the banned and masked ids; ties: lowest id. None: nothing is left."""
         biased = dict(raw)
         for token_id, bias in spec.params.logit_bias.items():
             biased[token_id] = biased.get(token_id, 0.0) + bias
         banned = set(spec.banned_ids)
-        rest = next(i for i in range(self.vocab_size) if i not in biased and i not in banned)
-        candidates = [(-logit, i) for i, logit in biased.items() if i not in banned] + [(-0.0, rest)]
-        return min(candidates)[1]
+        if spec.mask is not None:
+            banned |= {i for i in range(self.vocab_size) if not spec.mask[i // 8] >> i % 8 & 1}
+        rest = next((i for i in range(self.vocab_size) if i not in biased and i not in banned), None)
+        candidates = [(-logit, i) for i, logit in biased.items() if i not in banned]
+        if rest is not None:
+            candidates.append((-0.0, rest))
+        return min(candidates)[1] if candidates else None
 
     def _logprobs(self, logits: Logits, token_id: int, num_top: int) -> TokenLogprobs:
         """Exact log-softmax over the whole vocabulary."""

@@ -13,6 +13,7 @@ from octavo.config import EngineConfig, EngineOptions
 from octavo.engine import Engine
 from octavo.errors import CorruptFileError
 from octavo.plan import StepPlan, StepResult
+from octavo.text.constraints import ConstraintCompiler
 from octavo.text.tokenizer import Tokenizer
 from support.live_server import ScriptedModel
 from support.script_backend import HashBackend, digest
@@ -46,7 +47,8 @@ def assemble(model: str, options: EngineOptions, *, progress: Any = None) -> Fak
     directory = Path(model)
     backend = ScriptedModel(vocab_size=Tokenizer.from_directory(directory).vocab_size, delay=STEP_SECONDS)
     config = EngineConfig(max_model_len=options.max_model_len or 256, num_blocks=512)
-    return FakeAssembly(Engine(config, backend), FakeModel(directory), config, ["Weights: none"])
+    grammars = ConstraintCompiler(Tokenizer.from_directory(directory), backend.vocab_size)
+    return FakeAssembly(Engine(config, backend, grammars=grammars), FakeModel(directory), config, ["Weights: none"])
 
 
 @dataclass

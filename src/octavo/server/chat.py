@@ -13,6 +13,7 @@ from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.schema import ChatBody, refuse
 from octavo.server.sse import DONE, GenerationResponse, OpenAiErrors, frame
 from octavo.server.state import ServerState
+from octavo.server.structured import check_wish, wish_field
 from octavo.server.usage import last_chunk, usage_of
 from octavo.text.chat import render_chat
 from octavo.text.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ async def chat_generation(state: ServerState, parsed: Parsed[ChatBody], param: s
         ),
     )
     finish_prompt(prompt, parsed.body, state, param)
+    await check_wish(state, parsed.params.structured_outputs, wish_field(parsed.body) or "tools")
     return make_generation(state, [prompt], parsed, param)
 
 

@@ -13,6 +13,7 @@ from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs
 from octavo.server.schema import CompletionBody, check_num_choices, prompts_of
 from octavo.server.sse import DONE, GenerationResponse, OpenAiErrors, frame
 from octavo.server.state import ServerState
+from octavo.server.structured import check_wish, wish_field
 from octavo.server.usage import last_chunk, usage_of
 from octavo.text.tokenizer import Tokenizer
 
@@ -26,6 +27,7 @@ async def create_completion(request: Request, state: ServerState) -> GenerationR
         finish_prompt(prompt, body, state, "prompt")
         if body.echo and prompt.num_truncated:
             prompt.text = state.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip_special)
+    await check_wish(state, parsed.params.structured_outputs, wish_field(body) or "structured_outputs")
     generation = make_generation(state, prompts, parsed, "prompt")
     renderer = CompletionRenderer(state.tokenizer, generation, base_fields(state, "cmpl-"), body)
     return respond(state, generation, renderer, body)

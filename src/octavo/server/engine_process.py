@@ -63,6 +63,8 @@ def main(directory: str, lifeline: socket.socket, heart: Heart) -> int:
 
     assembly = _assemble(commands.recv(), emit)
     if assembly is not None:
+        if assembly.engine.grammars is not None:
+            assembly.engine.grammars.prepare()  # 0.15 s now rather than in the midst of answers
         EngineLoop(assembly.engine, _ZmqInbox(commands), emit, heart).run()
         assembly.close()
     context.destroy(linger=1000)

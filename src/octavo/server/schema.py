@@ -10,6 +10,7 @@ import msgspec
 
 from octavo.errors import RequestError
 from octavo.request import MAX_LOGPROBS, MAX_SAMPLES, SamplingParams
+from octavo.server.structured import wish_of
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
@@ -59,6 +60,11 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Accepted without effect: they change nothing about the text.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -154,8 +160,6 @@ def check_supported(body: GenerationBody) -> None:
         raise _unsupported("length_penalty", "beam search, and so length_penalty,")
     if body.store:
         raise _unsupported("store", "storing responses")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise _unsupported("response_format", "response_format other than {'type': 'text'}")
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options is only allowed with stream: true", "stream_options")
     if body.cache_salt is not None and len(body.cache_salt) > MAX_SALT_LENGTH:
@@ -204,6 +208,7 @@ def sampling_params(body: GenerationBody, presets: Mapping[str, Any]) -> Samplin
             raise refuse(f"{name} is out of range", name)
     if any(not 0 <= token_id <= INT_LIMIT for token_id in body.stop_token_ids or ()):
         raise refuse("stop_token_ids must hold token ids", "stop_token_ids")
+    values["structured_outputs"] = wish_of(body)
     values["logit_bias"] = _logit_bias(body.logit_bias)
     values["max_tokens"] = _max_tokens(body)
     values["logprobs"] = _num_logprobs(body)

@@ -16,6 +16,7 @@ from octavo.server.keys import load_keys
 from octavo.server.ledger import Ledger
 from octavo.server.metrics import ServerMetrics
 from octavo.server.quotas import Accounts
+from octavo.text.constraints import ConstraintCompiler
 from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -56,6 +57,8 @@ class ServerState:
         self.accounts = settings.accounts
         if self.accounts is None and (ring := load_keys(settings.api_key, None)) is not None:
             self.accounts = Accounts(ring, Ledger(None))
+        # To refuse what cannot be compiled before the engine, which has its own, sees it.
+        self.grammars = ConstraintCompiler(tokenizer, settings.vocab_size)
         self.metrics = ServerMetrics(settings.model_name)
         self.book = RequestBook(client)
         self.created = int(time.time())
@@ -79,6 +82,9 @@ class ServerState:
         """Run `work` here if the body is small (`size` in bytes), else in a worker thread."""
         if size <= INLINE_BYTES:
             return work()
+        return await self.in_worker(work)
+
+    async def in_worker(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ class SequenceOutput:
 
     __slots__ = (
         "_detokenizer",
+        "_eos_token_ids",
         "_params",
         "_parts",
         "_scanner",
@@ -58,6 +59,7 @@ class SequenceOutput:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, at_start=at_start)
         self._scanner = StopScanner(params.stop) if params.stop else None
         self._params = params
+        self._eos_token_ids = tokenizer.eos_token_ids
         self._parts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -97,7 +99,7 @@ class SequenceOutput:
         """The event's tokens as text: (text to show, tokens used, stop string found)."""
         token_ids = event.token_ids
         num_text = len(token_ids)
-        if event.finish_reason is FinishReason.STOP and token_ids and not self._shows(token_ids[-1]):
+        if event.finish_reason is FinishReason.STOP and token_ids and self._hides(token_ids[-1]):
             num_text -= 1
         text = ""
         for i in range(num_text):
@@ -109,9 +111,12 @@ class SequenceOutput:
             text += piece
         return text, len(token_ids), None
 
-    def _shows(self, stop_token_id: int) -> bool:
+    def _hides(self, token_id: int) -> bool:
+        """Is the last token, with which the engine stopped, a stop and not the end of what a grammar wanted?"""
         params = self._params
-        return params.include_stop_str_in_output and stop_token_id in params.stop_token_ids
+        if params.structured_outputs is not None and token_id not in self._eos_token_ids | {*params.stop_token_ids}:
+            return False
+        return not (params.include_stop_str_in_output and token_id in params.stop_token_ids)
 
     def _scan(self, text: str, num_tokens: int | None = None) -> tuple[str, str | None]:
         if self._scanner is None or not text:
