@@ -274,6 +274,8 @@ void bind_program(nb::module_& m) {
              for (auto [matrix, column] : parts) list.push_back({matrix, column});
              p.linear(to_view(x), std::move(list), bias, to_view(out));
            })
+      .def("gated_linear", [](Program& p, PyView x, int gate, int up, int bias,
+                              PyView out) { p.gated_linear(to_view(x), gate, up, bias, to_view(out)); })
       .def("head_norm",
            [](Program& p, PyView x, int head_dim, int w, float eps) { p.head_norm(to_view(x), head_dim, w, eps); })
       .def("rope", [](Program& p, PyView x, int head_dim) { p.rope(to_view(x), head_dim); })
@@ -281,8 +283,6 @@ void bind_program(nb::module_& m) {
            [](Program& p, PyView q, PyView k, PyView v, int layer, int window, float scale, PyView out) {
              p.attention(to_view(q), to_view(k), to_view(v), layer, window, scale, to_view(out));
            })
-      .def("silu_mul",
-           [](Program& p, PyView gate, PyView up, PyView out) { p.silu_mul(to_view(gate), to_view(up), to_view(out)); })
       .def("gather", [](Program& p, PyView x, PyView out) { p.gather(to_view(x), to_view(out)); })
       .def("sample", [](Program& p, PyView logits) { p.sample(to_view(logits)); })
       .def("execute", &execute)

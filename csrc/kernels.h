@@ -26,6 +26,7 @@ struct LinearArgs {
   int64_t offset32;
   float* y;
   int64_t ldy;
+  int first_panel;  // the panel whose columns start at y
   int rows;
 };
 

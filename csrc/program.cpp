@@ -12,9 +12,9 @@
 
 namespace octavo {
 
-const char* const kOpNames[(int)OpCode::kCount] = {"embedding", "rms_norm",  "add_rms_norm", "add",
-                                                   "linear",    "head_norm", "rope",         "attention",
-                                                   "silu_mul",  "gather",    "sample"};
+const char* const kOpNames[(int)OpCode::kCount] = {"embedding", "rms_norm",     "add_rms_norm", "add",
+                                                   "linear",    "gated_linear", "head_norm",    "rope",
+                                                   "attention", "gather",       "sample"};
 
 namespace {
 
@@ -29,6 +29,9 @@ constexpr int kParallelRows = 8;
 int64_t spread(int64_t length, int64_t size) { return length * size % 1024 == 0 ? length + 64 / size : length; }
 
 int64_t prepared_stride(int k) { return spread((k + 31) / 32 * 32, 2); }
+
+// Most panels of gate and up that one item of a gated linear takes: its rows of both stay in the L2 cache.
+constexpr int kGatedPanels = 4;
 
 double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -198,6 +201,37 @@ void Program::linear(View x, std::vector<LinearPart> parts, int bias, View out) 
   op.out = out;
   op.parts = std::move(parts);
   op.bias = bias;
+  chain(op, x);
+}
+
+void Program::gated_linear(View x, int gate, int up, int bias, View out) {
+  check(x, "gated_linear");
+  check(out, "gated_linear");
+  for (int matrix : {gate, up}) {
+    require(matrix >= 0 && matrix < (int)matrices_.size(), "gated_linear: no such matrix");
+    require(matrices_[matrix].k == x.width && matrices_[matrix].n == out.width, "gated_linear: matrix does not match");
+  }
+  if (bias >= 0) check_vector(bias, 2 * out.width, "gated_linear");
+  Op& op = append(OpCode::kGatedLinear);
+  op.a = x;
+  op.out = out;
+  op.parts = {{gate, 0}, {up, 0}};
+  op.bias = bias;
+  chain(op, x);
+  const size_t rows = (size_t)std::max(max_tokens_, output_rows_);
+  const size_t bytes = kernels_->linear_scratch_bytes(x.width) + rows * kGatedPanels * 16 * 2 * 4;
+  for (std::vector<uint8_t>& s : scratch_)
+    if (s.size() < bytes) s.resize(bytes);
+}
+
+// Lets the norm that made x prepare its rows, if it came right before and any matrix of `op` wants that.
+void Program::chain(Op& op, View x) {
+  if (ops_.size() < 2) return;
+  Op& before = ops_[ops_.size() - 2];
+  const bool norm = before.code == OpCode::kRmsNorm || before.code == OpCode::kAddRmsNorm;
+  if (!norm || before.out.buffer != x.buffer || before.out.offset != x.offset || before.out.width != x.width) return;
+  for (const LinearPart& p : op.parts) op.is_prepared = op.is_prepared || kernels_->wants_prepared(matrices_[p.matrix]);
+  before.prepares = op.is_prepared;
 }
 
 void Program::head_norm(View x, int head_dim, int weight, float eps) {
@@ -240,17 +274,6 @@ void Program::attention(View q, View k, View v, int layer, int window, float sca
   const size_t bytes = kernels_->attention_scratch_bytes(q.width / kv_width, kv_.head_dim);
   for (std::vector<uint8_t>& s : scratch_)
     if (s.size() < bytes) s.resize(bytes);
-}
-
-void Program::silu_mul(View gate, View up, View out) {
-  check(gate, "silu_mul");
-  check(up, "silu_mul");
-  check(out, "silu_mul");
-  require(gate.width == up.width && gate.width == out.width, "silu_mul: widths differ");
-  Op& op = append(OpCode::kSiluMul);
-  op.a = gate;
-  op.b = up;
-  op.out = out;
 }
 
 void Program::gather(View x, View out) {
@@ -334,11 +357,13 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
     case OpCode::kRmsNorm:
       for_rows(rows, op.a.width, [&](int r, int) {
         k.rms_norm(at(op.a, r), vectors_[op.index].data(), op.a.width, op.number, at(op.out, r));
+        if (op.prepares) prepare_row(op.out, r);
       });
       break;
     case OpCode::kAddRmsNorm:
       for_rows(rows, op.a.width, [&](int r, int) {
         k.add_rms_norm(at(op.a, r), at(op.b, r), vectors_[op.index].data(), op.a.width, op.number, at(op.out, r));
+        if (op.prepares) prepare_row(op.out, r);
       });
       break;
     case OpCode::kAdd:
@@ -346,6 +371,9 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
       break;
     case OpCode::kLinear:
       run_linear(op, rows);
+      break;
+    case OpCode::kGatedLinear:
+      run_gated_linear(op, rows);
       break;
     case OpCode::kHeadNorm:
       for_rows(rows, op.a.width, [&](int r, int) {
@@ -362,10 +390,6 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
     case OpCode::kAttention:
       run_attention(op, in);
       break;
-    case OpCode::kSiluMul:
-      for_rows(rows, 4 * op.a.width,
-               [&](int r, int) { k.silu_mul(at(op.a, r), at(op.b, r), op.a.width, at(op.out, r)); });
-      break;
     case OpCode::kGather:
       for (int r = 0; r < rows; ++r)
         memcpy(at(op.out, r), at(op.a, in.output_tokens[first_output + r]), (size_t)op.a.width * 4);
@@ -378,22 +402,37 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
   }
 }
 
-void Program::run_linear(const Op& op, int rows) {
-  const Kernels& k = *kernels_;
-  const int width = op.a.width;
-  const int64_t ld = prepared_stride(width);
-  uint16_t* const prepared = (uint16_t*)prepared_.get();
-  bool prepare = false;
-  int panels = 0;
-  for (const LinearPart& p : op.parts) {
-    prepare = prepare || k.wants_prepared(matrices_[p.matrix]);
-    panels += matrices_[p.matrix].panels;
-  }
-  if (prepare)
-    for_rows(rows, width, [&](int r, int) {
-      k.prepare_row(at(op.a, r), width, prepared + r * ld, sums_.data() + r * sums_per_row(width));
-    });
+void Program::prepare_row(View x, int row) {
+  kernels_->prepare_row(at(x, row), x.width, (uint16_t*)prepared_.get() + row * prepared_stride(x.width),
+                        sums_.data() + row * sums_per_row(x.width));
+}
 
+void Program::prepare_input(const Op& op, int rows) {
+  if (op.is_prepared) return;
+  bool wanted = false;
+  for (const LinearPart& p : op.parts) wanted = wanted || kernels_->wants_prepared(matrices_[p.matrix]);
+  if (wanted) for_rows(rows, op.a.width, [&](int r, int) { prepare_row(op.a, r); });
+}
+
+LinearArgs Program::linear_args(const Op& op, int matrix, const float* bias, int rows) const {
+  LinearArgs args{};
+  args.w = &matrices_[matrix];
+  args.bias = bias;
+  args.x = at(op.a, 0);
+  args.ldx = stride(op.a);
+  args.prepared = (const uint16_t*)prepared_.get();
+  args.ld_prepared = prepared_stride(op.a.width);
+  args.sums = sums_.data();
+  args.ld_sums = sums_per_row(op.a.width);
+  args.offset32 = (op.a.width + 31) / 32 * 2;
+  args.rows = rows;
+  return args;
+}
+
+void Program::run_linear(const Op& op, int rows) {
+  prepare_input(op, rows);
+  int panels = 0;
+  for (const LinearPart& p : op.parts) panels += matrices_[p.matrix].panels;
   // Panels per item: few enough items to be cheap, enough of them to balance the threads.
   int step = rows <= 16 ? 4 : 2;
   while (panels > step * pool_.size() * 32) step *= 2;
@@ -407,22 +446,38 @@ void Program::run_linear(const Op& op, int rows) {
         item -= here;
         continue;
       }
-      View out{op.out.buffer, op.out.offset + p.column, m.n};
-      const LinearArgs args{&m,
-                            op.bias >= 0 ? vectors_[op.bias].data() + p.column : nullptr,
-                            at(op.a, 0),
-                            stride(op.a),
-                            prepared,
-                            ld,
-                            sums_.data(),
-                            sums_per_row(width),
-                            (width + 31) / 32 * 2,
-                            at(out, 0),
-                            stride(out),
-                            rows};
-      k.linear(args, (int)item * step, std::min(m.panels, (int)(item + 1) * step), scratch_[thread].data());
+      LinearArgs args = linear_args(op, p.matrix, op.bias >= 0 ? vectors_[op.bias].data() + p.column : nullptr, rows);
+      args.y = at(op.out, 0) + p.column;
+      args.ldy = stride(op.out);
+      kernels_->linear(args, (int)item * step, std::min(m.panels, (int)(item + 1) * step), scratch_[thread].data());
       return;
     }
+  });
+}
+
+// Gate and up of a few panels go to scratch, and only their product to memory: at 512 rows the two would not fit in
+// the L2 cache.
+void Program::run_gated_linear(const Op& op, int rows) {
+  prepare_input(op, rows);
+  const PackedMatrix& m = matrices_[op.parts[0].matrix];
+  const size_t linear_bytes = (kernels_->linear_scratch_bytes(m.k) + 63) / 64 * 64;
+  const int step = rows <= 16 ? kGatedPanels : kGatedPanels / 2;
+  pool_.run((m.panels + step - 1) / step, [&](int64_t item, int thread) {
+    const int begin = (int)item * step, end = std::min(m.panels, begin + step);
+    const int64_t ld = (end - begin) * 16;
+    float* const halves[2] = {(float*)(scratch_[thread].data() + linear_bytes),
+                              (float*)(scratch_[thread].data() + linear_bytes) + rows * ld};
+    for (int i = 0; i < 2; ++i) {
+      const float* bias = op.bias >= 0 ? vectors_[op.bias].data() + i * m.n : nullptr;
+      LinearArgs args = linear_args(op, op.parts[i].matrix, bias, rows);
+      args.y = halves[i];
+      args.ldy = ld;
+      args.first_panel = begin;
+      kernels_->linear(args, begin, end, scratch_[thread].data());
+    }
+    const int width = std::min(m.n - begin * 16, (int)ld);
+    for (int r = 0; r < rows; ++r)
+      kernels_->silu_mul(halves[0] + r * ld, halves[1] + r * ld, width, at(op.out, r) + begin * 16);
   });
 }
 
@@ -430,19 +485,20 @@ void Program::run_attention(const Op& op, const StepInput& in) {
   const Kernels& k = *kernels_;
   const int head_dim = kv_.head_dim, group = op.a.width / (kv_.heads * head_dim);
   // All keys and values of the step are in their slots before any query looks: a chunk sees itself.
-  const auto store = [&](int64_t row) {
+  const auto store = [&](int64_t item) {
+    const int64_t row = item / kv_.heads;
+    const int h = (int)(item % kv_.heads);
     const int32_t* table = in.block_ids + in.table_start[row];
     for (int t = in.row_start[row]; t < in.row_start[row + 1]; ++t) {
       const int block = table[in.positions[t] / kBlockTokens], offset = in.positions[t] % kBlockTokens;
-      for (int h = 0; h < kv_.heads; ++h)
-        k.store_kv(at(op.b, t) + h * head_dim, at(op.c, t) + h * head_dim, head_dim, kv_.wide,
-                   kv_at(op.index, block, h), offset);
+      k.store_kv(at(op.b, t) + h * head_dim, at(op.c, t) + h * head_dim, head_dim, kv_.wide, kv_at(op.index, block, h),
+                 offset);
     }
   };
   if (in.num_tokens < kParallelRows) {
-    for (int r = 0; r < in.num_rows; ++r) store(r);
+    for (int i = 0; i < in.num_rows * kv_.heads; ++i) store(i);
   } else {
-    pool_.run(in.num_rows, [&](int64_t row, int) { store(row); });
+    pool_.run((int64_t)in.num_rows * kv_.heads, [&](int64_t item, int) { store(item); });
   }
   const size_t block_stride = kv_block_head_bytes(head_dim, kv_.wide) * kv_.heads;
   pool_.run((int64_t)tiles_.size() * kv_.heads, [&](int64_t item, int thread) {

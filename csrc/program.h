@@ -54,10 +54,10 @@ enum class OpCode : int {
   kAddRmsNorm,
   kAdd,
   kLinear,
+  kGatedLinear,
   kHeadNorm,
   kRope,
   kAttention,
-  kSiluMul,
   kGather,
   kSample,
   kCount
@@ -94,10 +94,10 @@ class Program {
   void add_rms_norm(View x, View delta, int weight, float eps, View out);
   void add(View x, View delta);
   void linear(View x, std::vector<LinearPart> parts, int bias, View out);  // bias -1: none
+  void gated_linear(View x, int gate, int up, int bias, View out);         // bias: of gate, then of up
   void head_norm(View x, int head_dim, int weight, float eps);
   void rope(View x, int head_dim);
   void attention(View q, View k, View v, int layer, int window, float scale, View out);
-  void silu_mul(View gate, View up, View out);
   void gather(View x, View out);
   void sample(View logits);
 
@@ -138,6 +138,8 @@ class Program {
     float number = 0.0f;
     std::vector<LinearPart> parts;
     int bias = -1;
+    // The norm before a linear leaves its rows prepared for it, while they are in the nearest cache.
+    bool prepares = false, is_prepared = false;
   };
   struct Tile {  // attention work: a few query tokens of one sequence; one item per KV head
     int row, first_token, num_tokens, first_pos;
@@ -156,7 +158,12 @@ class Program {
   void copy_blocks(const StepInput& in);
   void plan_tiles(const StepInput& in);
   void run(const Op& op, const StepInput& in, int rows, int first_output);
+  void chain(Op& op, View x);
+  void prepare_row(View x, int row);
+  LinearArgs linear_args(const Op& op, int matrix, const float* bias, int rows) const;
+  void prepare_input(const Op& op, int rows);
   void run_linear(const Op& op, int rows);
+  void run_gated_linear(const Op& op, int rows);
   void run_attention(const Op& op, const StepInput& in);
   void run_sample(const Op& op, const StepInput& in, int rows, int first_output);
   uint8_t* kv_at(int layer, int block, int head) const;

@@ -101,8 +101,8 @@ static inline float weigh_row(const float* scores, float high, uint16_t* weights
 
 // Scores of up to 16 rows over a piece to weights; updates each row's maximum and sum. alpha[r] becomes the factor for
 // what row r has gathered so far.
-static inline void soften_tiles(float* scores, uint16_t* weights, const Visible* seen, int rows, float* high, float* sum,
-                                float* alpha) {
+static inline void soften_tiles(float* scores, uint16_t* weights, const Visible* seen, int rows, float* high,
+                                float* sum, float* alpha) {
   alignas(64) float drop[16] = {};  // high - new high, at most 0
   for (int r = 0; r < rows; ++r) {
     if (seen[r].none()) continue;
@@ -154,7 +154,8 @@ static inline void score_tiles(const uint16_t* q, int depth, const uint8_t* cons
 }
 
 // update[16][padded] = weights . values, blocks in order; four chunks of 16 columns at a time.
-static inline void value_tiles(const uint16_t* weights, const uint8_t* const* values, int blocks, int padded, float* update) {
+static inline void value_tiles(const uint16_t* weights, const uint8_t* const* values, int blocks, int padded,
+                               float* update) {
   const size_t ld = (size_t)padded * 4;
   for (int c = 0; c < padded; c += 64) {
     const int chunks = padded - c < 64 ? (padded - c) / 16 : 4;

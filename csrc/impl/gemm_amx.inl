@@ -58,7 +58,8 @@ static inline void unpack_rounded_q4(const PackedMatrix& w, int panel, int k_beg
       for (int j = 0; j < 4; ++j) {
         const __m512 even = _mm512_permutexvar_ps(_mm512_srli_epi32(words, (unsigned)(4 * j)), table);
         const __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(words, (unsigned)(16 + 4 * j)), table);
-        _mm512_store_si512(out + j * 64, round_pair(_mm512_fmadd_ps(even, scale.v, min.v), _mm512_fmadd_ps(odd, scale.v, min.v)));
+        _mm512_store_si512(out + j * 64,
+                           round_pair(_mm512_fmadd_ps(even, scale.v, min.v), _mm512_fmadd_ps(odd, scale.v, min.v)));
       }
     }
   }
@@ -87,7 +88,8 @@ static inline void unpack_rounded_q8(const PackedMatrix& w, int panel, int k_beg
 
 // Unpacks k in [k_begin, k_end), whole groups, of a quantised panel to bf16 [k / 2][16][2].
 static inline void unpack_rounded(const PackedMatrix& w, int panel, int k_begin, int k_end, uint8_t* out) {
-  w.form == Form::kQ4 ? unpack_rounded_q4(w, panel, k_begin, k_end, out) : unpack_rounded_q8(w, panel, k_begin, k_end, out);
+  w.form == Form::kQ4 ? unpack_rounded_q4(w, panel, k_begin, k_end, out)
+                      : unpack_rounded_q8(w, panel, k_begin, k_end, out);
 }
 
 // Writes a tile's worth of sums from `sums` [rows][16], with the bias and the panel's true width.
@@ -96,18 +98,18 @@ static inline void write_block(const LinearArgs& a, int row, int rows, int panel
   for (int m = 0; m < rows; ++m) {
     V16 y = V16::load(sums + m * 16);
     if (a.bias) y = y + V16::load_partial(a.bias + column, left);
-    y.store_partial(a.y + (size_t)(row + m) * a.ldy + column, left);
+    y.store_partial(a.y + (size_t)(row + m) * a.ldy + (panel - a.first_panel) * 16, left);
   }
 }
 
-#define OCTAVO_STORE_TILE(tile, row, rows, panel)                                          \
-  do {                                                                                     \
-    if (a.bias == nullptr && (panel) * 16 + 16 <= a.w->n) {                                \
-      _tile_stored(tile, a.y + (size_t)(row) * a.ldy + (panel) * 16, (size_t)a.ldy * 4);   \
-    } else {                                                                               \
-      _tile_stored(tile, sums, 64);                                                        \
-      write_block(a, row, rows, panel, sums);                                              \
-    }                                                                                      \
+#define OCTAVO_STORE_TILE(tile, row, rows, panel)                                                          \
+  do {                                                                                                     \
+    if (a.bias == nullptr && (panel) * 16 + 16 <= a.w->n) {                                                \
+      _tile_stored(tile, a.y + (size_t)(row) * a.ldy + ((panel) - a.first_panel) * 16, (size_t)a.ldy * 4); \
+    } else {                                                                                               \
+      _tile_stored(tile, sums, 64);                                                                        \
+      write_block(a, row, rows, panel, sums);                                                              \
+    }                                                                                                      \
   } while (0)
 
 static constexpr int kSliceK = 128;  // k unpacked at a time for a thin batch: four panels of it fit in L1
@@ -207,7 +209,8 @@ static void amx_wide(const LinearArgs& a, int panel, int panels, uint8_t* scratc
   // The last blocks move back so that they are whole: rows done twice come out the same.
   const int last = a.rows - kBlockRows;
   for (int row = 0; row < a.rows; row += 2 * kBlockRows)
-    amx_wide_block(a, row < last ? row : last, row + kBlockRows < last ? row + kBlockRows : last, panel, panels, weights);
+    amx_wide_block(a, row < last ? row : last, row + kBlockRows < last ? row + kBlockRows : last, panel, panels,
+                   weights);
 }
 
 static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* scratch) {

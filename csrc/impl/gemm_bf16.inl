@@ -58,7 +58,7 @@ static inline void store_tile(const LinearArgs& a, int row, int panel, V16 (&acc
     const int column = (panel + p) * 16, left = lanes_left(a.w->n, column);
     for (int m = 0; m < kRows; ++m) {
       if (a.bias) acc[m][p] = acc[m][p] + V16::load_partial(a.bias + column, left);
-      acc[m][p].store_partial(a.y + (size_t)(row + m) * a.ldy + column, left);
+      acc[m][p].store_partial(a.y + (size_t)(row + m) * a.ldy + (panel + p - a.first_panel) * 16, left);
     }
   }
 }

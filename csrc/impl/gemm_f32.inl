@@ -64,7 +64,7 @@ static inline void f32_tile(const LinearArgs& a, int row, int panel, const float
   const int column = panel * 16, left = lanes_left(a.w->n, column);
   for (int m = 0; m < kRows; ++m) {
     if (a.bias) acc[m] = acc[m] + V16::load_partial(a.bias + column, left);
-    acc[m].store_partial(a.y + (size_t)(row + m) * a.ldy + column, left);
+    acc[m].store_partial(a.y + (size_t)(row + m) * a.ldy + (panel - a.first_panel) * 16, left);
   }
 }
 

@@ -66,12 +66,16 @@ def run_op(name: str, isa: str, inputs: dict[str, Any], *, threads: int = 2) -> 
     if name == "linear":
         weight = np.ascontiguousarray(inputs["weight"])
         return run_linear(isa, "F32", weight.view(np.uint8).reshape(-1), weight.shape, inputs, threads=threads)
-    if name in ("rms_norm", "add_rms_norm", "silu_mul"):
-        key = "gate" if name == "silu_mul" else "x"
-        x, out = put(program, inputs[key]), put(program, np.full_like(inputs[key], np.nan))
-        if name == "silu_mul":
-            program.silu_mul(x, put(program, inputs["up"]), out)
-        elif name == "rms_norm":
+    if name == "gated_linear":
+        x, out = put(program, inputs["x"]), put(program, np.full((rows, inputs["gate"].shape[0]), np.nan, np.float32))
+        matrices = []
+        for key in ("gate", "up"):
+            weight = np.ascontiguousarray(inputs[key])
+            matrices.append(program.add_matrix("F32", weight.view(np.uint8).reshape(-1), *weight.shape))
+        program.gated_linear(x, *matrices, program.add_vector(inputs["bias"]), out)
+    elif name in ("rms_norm", "add_rms_norm"):
+        x, out = put(program, inputs["x"]), put(program, np.full_like(inputs["x"], np.nan))
+        if name == "rms_norm":
             program.rms_norm(x, program.add_vector(inputs["weight"]), inputs["eps"], out)
         else:
             weight = program.add_vector(inputs["weight"])

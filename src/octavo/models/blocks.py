@@ -33,10 +33,9 @@ def gated_mlp(ops: Ops[T, M, V], w: Weights[M, V], spec: ModelSpec, layer: int, 
     """down(silu(gate(x)) * up(x)). x: [tokens, hidden]."""
     name = f"model.layers.{layer}.mlp."
     up_bias = w.vector(name + "gate_proj.bias", name + "up_proj.bias") if spec.mlp_bias else None
-    both = ops.linear(x, [w.matrix(name + "gate_proj.weight"), w.matrix(name + "up_proj.weight")], up_bias)
-    gate, up = ops.split(both, [spec.intermediate_size, spec.intermediate_size])
+    inner = ops.gated_linear(x, w.matrix(name + "gate_proj.weight"), w.matrix(name + "up_proj.weight"), up_bias)
     down_bias = w.vector(name + "down_proj.bias") if spec.mlp_bias else None
-    return ops.linear(ops.silu_mul(gate, up), [w.matrix(name + "down_proj.weight")], down_bias)
+    return ops.linear(inner, [w.matrix(name + "down_proj.weight")], down_bias)
 
 
 def decoder(ops: Ops[T, M, V], w: Weights[M, V], spec: ModelSpec) -> T:

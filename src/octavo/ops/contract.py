@@ -49,6 +49,10 @@ class Ops(Protocol[T, M_contra, V_contra]):
         """x . w^T for each w of `weights` ([out, in]), side by side, plus bias."""
         ...
 
+    def gated_linear(self, x: T, gate: M_contra, up: M_contra, bias: V_contra | None = None) -> T:
+        """silu(x . gate^T) * (x . up^T); `bias` holds gate's, then up's."""
+        ...
+
     def split(self, x: T, widths: Sequence[int]) -> list[T]:
         """Column ranges of x, without a copy."""
         ...
@@ -66,10 +70,6 @@ class Ops(Protocol[T, M_contra, V_contra]):
 
         A query sees itself and the window - 1 keys before it; None: all keys. Scale: 1 / sqrt(head_dim).
         """
-        ...
-
-    def silu_mul(self, gate: T, up: T) -> T:
-        """gate * sigmoid(gate) * up."""
         ...
 
     def gather(self, x: T) -> T:
@@ -150,13 +150,15 @@ def rope(x: F32, cos: F32, sin: F32) -> F64:
     return out
 
 
-def silu_mul(gate: F32, up: F32) -> F64:
-    wide = gate.astype(np.float64)
-    return wide / (1.0 + np.exp(-wide)) * up.astype(np.float64)
-
-
 def linear(x: F32, weight: F32, bias: F32) -> F64:
     return x.astype(np.float64) @ weight.astype(np.float64).T + bias.astype(np.float64)
+
+
+def gated_linear(x: F32, gate: F32, up: F32, bias: F32) -> F64:
+    halves = linear(x, np.concatenate([gate, up]), bias)
+    first, second = halves[:, : gate.shape[0]], halves[:, gate.shape[0] :]
+    out: F64 = first / (1.0 + np.exp(-first)) * second
+    return out
 
 
 def attention(q: F32, k: F32, v: F32, positions: npt.NDArray[np.int32], window: int | None, head_dim: int) -> F64:
@@ -195,10 +197,6 @@ def _rope_tolerance(inputs: dict[str, Any], _rounding: float) -> F64:
     return bound
 
 
-def _silu_tolerance(inputs: dict[str, Any], _rounding: float) -> F64:
-    return np.abs(silu_mul(**inputs)) * (EXP_ERROR + 4 * EPS32) + 1e-37
-
-
 def _linear_tolerance(inputs: dict[str, Any], rounding: float) -> F64:
     # Each product errs by the rounding of x; each of k additions by one rounding of a partial sum, which is
     # at most the sum of magnitudes.
@@ -206,6 +204,15 @@ def _linear_tolerance(inputs: dict[str, Any], rounding: float) -> F64:
     magnitude = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64).T
     bound: F64 = magnitude * (rounding + EPS32 * (x.shape[1] + 4)) + np.abs(bias) * EPS32 + 1e-30
     return bound
+
+
+def _gated_tolerance(inputs: dict[str, Any], rounding: float) -> F64:
+    # silu has a slope of at most 1.1 and |silu(g)| <= |g|: errors of both halves pass through the product.
+    x, weight = inputs["x"], np.concatenate([inputs["gate"], inputs["up"]])
+    both = {"x": x, "weight": weight, "bias": inputs["bias"]}
+    error, value, n = _linear_tolerance(both, rounding), np.abs(linear(**both)), inputs["gate"].shape[0]
+    bound: F64 = (1.1 * error[:, :n]) * (value[:, n:] + error[:, n:]) + (value[:, :n] + error[:, :n]) * error[:, n:]
+    return bound + value[:, :n] * value[:, n:] * (EXP_ERROR + 8 * EPS32)
 
 
 def _attention_tolerance(inputs: dict[str, Any], rounding: float) -> F64:
@@ -247,13 +254,19 @@ def _rope_example(rng: np.random.Generator, rows: int, width: int) -> dict[str, 
     }
 
 
-def _silu_example(rng: np.random.Generator, rows: int, width: int) -> dict[str, Any]:
-    return {"gate": _normal(rng, rows, width) * 8, "up": _normal(rng, rows, width)}
-
-
 def _linear_example(rng: np.random.Generator, rows: int, width: int) -> dict[str, Any]:
     num_out = int(rng.integers(1, 70))
     return {"x": _normal(rng, rows, width), "weight": _normal(rng, num_out, width), "bias": _normal(rng, num_out)}
+
+
+def _gated_example(rng: np.random.Generator, rows: int, width: int) -> dict[str, Any]:
+    num_out = int(rng.integers(1, 150))
+    return {
+        "x": _normal(rng, rows, width),
+        "gate": _normal(rng, num_out, width) / np.float32(np.sqrt(width)),
+        "up": _normal(rng, num_out, width),
+        "bias": _normal(rng, 2 * num_out),
+    }
 
 
 def _attention_example(rng: np.random.Generator, rows: int, width: int) -> dict[str, Any]:
@@ -288,6 +301,11 @@ def _linear_cost(inputs: dict[str, Any]) -> Cost:
     return Cost(2.0 * rows * k * n, 4.0 * (rows * k + n * k + rows * n))
 
 
+def _gated_cost(inputs: dict[str, Any]) -> Cost:
+    (rows, k), n = inputs["x"].shape, inputs["gate"].shape[0]
+    return Cost(4.0 * rows * k * n + 5.0 * rows * n, 4.0 * (rows * k + 2 * n * k + rows * n))
+
+
 def _attention_cost(inputs: dict[str, Any]) -> Cost:
     q, k = inputs["q"], inputs["k"]
     window = inputs["window"] or k.shape[0]
@@ -302,8 +320,8 @@ OPS: dict[str, Op] = {
         Op("add_rms_norm", add_rms_norm, _add_norm_example, _norm_tolerance, _elementwise_cost(5)),
         Op("head_norm", head_norm, _head_norm_example, _norm_tolerance, _elementwise_cost(4)),
         Op("rope", rope, _rope_example, _rope_tolerance, _elementwise_cost(3)),
-        Op("silu_mul", silu_mul, _silu_example, _silu_tolerance, _elementwise_cost(5)),
         Op("linear", linear, _linear_example, _linear_tolerance, _linear_cost),
+        Op("gated_linear", gated_linear, _gated_example, _gated_tolerance, _gated_cost),
         Op("attention", attention, _attention_example, _attention_tolerance, _attention_cost),
     )
 }

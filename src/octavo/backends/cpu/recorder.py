@@ -86,6 +86,12 @@ class Recorder:
         self._record("linear", (x, out), lambda p, a, o: p.linear(a, parts, index, o))
         return out
 
+    def gated_linear(self, x: Value, gate: MatrixRef, up: MatrixRef, bias: VectorRef | None = None) -> Value:
+        out = self._new(gate.rows, self._outputs(x))
+        index = -1 if bias is None else bias.index
+        self._record("gated_linear", (x, out), lambda p, a, o: p.gated_linear(a, gate.index, up.index, index, o))
+        return out
+
     def split(self, x: Value, widths: Sequence[int]) -> list[Value]:
         assert sum(widths) == x.width
         starts = np.cumsum([0, *widths])
@@ -107,11 +113,6 @@ class Recorder:
             (q, k, v, out),
             lambda p, a, b, c, o: p.attention(a, b, c, layer, window or 0, scale, o),
         )
-        return out
-
-    def silu_mul(self, gate: Value, up: Value) -> Value:
-        out = self._new(gate.width, self._outputs(gate))
-        self._record("silu_mul", (gate, up, out), lambda p, a, b, o: p.silu_mul(a, b, o))
         return out
 
     def gather(self, x: Value) -> Value:
