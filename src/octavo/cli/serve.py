@@ -59,6 +59,12 @@ SERVER = "Server"
     group=SERVER,
     help="Close connections of clients that read nothing for that time.",
 )
+@option(
+    "--metrics-alias",
+    type=click.Choice(["vllm"]),
+    group=SERVER,
+    help="Show metrics also under the names of this server, for its dashboards.",
+)
 @option("--served-model-name", metavar="NAME", group=SERVER, help="Name in the API. Default: MODEL as given.")
 @option("--ignore-unknown-fields", is_flag=True, group=SERVER, help="Ignore unknown request fields instead of 400.")
 @option("--trust-special-tokens", is_flag=True, group=SERVER, help="Let users' text contain special tokens.")

@@ -100,7 +100,7 @@ def _middleware(state: ServerState) -> list[Middleware]:
         )
 
     def envelope(app: ASGIApp) -> ASGIApp:
-        return Envelope(app, state.accounts, state.settings.request_timeout)
+        return Envelope(app, state.accounts, state.settings.request_timeout, state.metrics.responded)
 
     return [*([Middleware(cors)] if state.settings.cors_origins else []), Middleware(envelope)]
 

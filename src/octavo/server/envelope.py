@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,8 +29,18 @@ class Envelope:
     `deadline` (time.monotonic; None: none).
     """
 
-    def __init__(self, app: ASGIApp, accounts: Accounts | None, request_timeout: float | None = None) -> None:
-        """Without `accounts` there are no keys. `request_timeout` in seconds is the most a client may ask for."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        accounts: Accounts | None,
+        request_timeout: float | None = None,
+        on_status: Callable[[int], None] = lambda status: None,
+    ) -> None:
+        """Without `accounts` there are no keys. `request_timeout` in seconds is the most a client may ask for.
+
+        `on_status` hears the status of every answer.
+        """
+        self._on_status = on_status
         self._app = app
         self._accounts = accounts
         self._request_timeout = request_timeout
@@ -45,6 +56,7 @@ class Envelope:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                self._on_status(message["status"])
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 

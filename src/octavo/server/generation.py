@@ -46,6 +46,7 @@ class Choice:
     output: SequenceOutput
     num_tokens: int = 0
     num_shared: int = 0  # prompt tokens whose KV came from a sibling
+    first_token_at: float | None = None
     last_token_at: float | None = None
     finish_reason: FinishReason | None = None
 
@@ -233,6 +234,8 @@ class Generation:
         elif choice.index == self._first_choice_of(choice):
             choice.prompt.first_token_seconds = now - self._arrival
             self._metrics.ttft.observe(now - self._arrival)
+        if choice.first_token_at is None:
+            choice.first_token_at = now
         choice.last_token_at = now
         choice.num_tokens += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
@@ -250,6 +253,13 @@ class Generation:
             # Samples may end differently; the prompt counts as cut if any of them was.
             worst = FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
             self._metrics.finished(worst, time.perf_counter() - self._arrival)
+            self._metrics.answered(
+                len(choice.prompt.token_ids),
+                [
+                    (c.num_tokens, (c.last_token_at or 0.0) - (c.first_token_at or 0.0))
+                    for c in self.choices[first : first + self.params.num_sequences]
+                ],
+            )
 
     def client_gone(self) -> None:
         """The connection closed: end the request now. `updates` raises ClientGoneError from here on."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.errors import EngineError, OctavoError
+from octavo.server.step_metrics import MeasuredBackend
 from octavo.server.wire import (
     Abort,
     Admitted,
@@ -61,6 +62,7 @@ class EngineLoop:
         # Terminal events of an abort come out of the next step, even if nothing is left to compute.
         self._flush = False
         engine.observe(num_recent=2048)
+        self._measured = engine.backend = MeasuredBackend(engine.backend)
 
     def run(self) -> None:
         """Returns after Shutdown. An exception of the engine itself is reported as Failed and ends the loop."""
@@ -95,7 +97,8 @@ class EngineLoop:
         elif isinstance(command, FinishSequence):
             self._engine.finish_sequence(command.request_id, command.index)
         elif isinstance(command, GetStats):
-            self._emit(Stats(command.ticket, _plain(self._engine.stats())))
+            values = _plain(self._engine.stats()) | {"step": self._measured.totals()}
+            self._emit(Stats(command.ticket, values))
         elif isinstance(command, Explain):
             self._emit(Explained(command.ticket, [self._engine.explain(i) for i in command.request_ids]))
         elif isinstance(command, Shutdown):

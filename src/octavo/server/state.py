@@ -15,6 +15,7 @@ from octavo.server.explained import RequestBook
 from octavo.server.keys import load_keys
 from octavo.server.ledger import Ledger
 from octavo.server.metrics import ServerMetrics
+from octavo.server.metrics_alias import ALIASES
 from octavo.server.quotas import Accounts
 from octavo.text.constraints import ConstraintCompiler
 from octavo.text.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ class ServerSettings:
     accounts: Accounts | None = None
     cors_origins: tuple[str, ...] = ()
     request_timeout: float | None = None
+    metrics_alias: str | None = None  # one of metrics_alias.ALIASES
     max_body_bytes: int = 32 * 1024 * 1024
     ignore_unknown_fields: bool = False
     sse_keep_alive: float | None = None
@@ -59,7 +61,8 @@ class ServerState:
             self.accounts = Accounts(ring, Ledger(None))
         # To refuse what cannot be compiled before the engine, which has its own, sees it.
         self.grammars = ConstraintCompiler(tokenizer, settings.vocab_size)
-        self.metrics = ServerMetrics(settings.model_name)
+        aliases = ALIASES[settings.metrics_alias] if settings.metrics_alias else None
+        self.metrics = ServerMetrics(settings.model_name, accounts=self.accounts, aliases=aliases)
         self.book = RequestBook(client)
         self.created = int(time.time())
         self.draining = False
