@@ -31,7 +31,7 @@ CORE = [
         "scheduler",
         "engine",
     ),
-    "explain",
+    *("explain", "foresight"),
     *("kv.partial", "kv.pool", "kv.prefix", "kv.sizing", "kv.tables", "backends.base", "models.spec"),
 ]
 HEAVY = {"numpy", "torch", "transformers", "click", "rich", "starlette", "uvicorn", "tokenizers", "huggingface_hub"}

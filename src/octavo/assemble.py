@@ -151,6 +151,9 @@ def put_together(
         max_num_waiting=options.max_num_waiting,
         enable_prefix_caching=options.enable_prefix_caching,
         scheduling_policy=options.scheduling_policy,
+        admission=options.admission,
+        max_preemptions=options.max_preemptions,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
     )
     report = [
         f"Weights: {format_bytes(capabilities.weight_bytes)} ({model.name})",

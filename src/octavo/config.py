@@ -23,6 +23,7 @@ T = TypeVar("T")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float32")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+ADMISSIONS = ("foresight", "greedy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,9 @@ class EngineConfig:
     max_num_waiting: int = 1024
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
+    admission: str = "foresight"
+    max_preemptions: int = 4
+    long_prefill_token_threshold: int = 0  # 0: off
 
     def __post_init__(self) -> None:
         assert self.block_size > 0 and self.num_blocks > 0 and self.max_model_len > 0
@@ -64,6 +68,9 @@ class EngineOptions:
     max_num_batched_tokens: int = 512
     max_num_waiting: int = 1024
     scheduling_policy: str = "fcfs"
+    admission: str = "foresight"
+    max_preemptions: int = 4
+    long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit but the step's
 
     # Memory
     block_size: int = 16
@@ -84,6 +91,8 @@ class EngineOptions:
             ("max_num_seqs", 1, 4096),
             ("max_num_batched_tokens", 1, 2**20),
             ("max_num_waiting", 1, 2**20),
+            ("max_preemptions", 1, 2**20),
+            ("long_prefill_token_threshold", 0, 2**20),
             ("threads", 1, 1024),
             ("seed", 0, 2**63 - 1),
         ):
@@ -95,6 +104,7 @@ class EngineOptions:
             ("dtype", DTYPES),
             ("kv_cache_dtype", DTYPES),
             ("scheduling_policy", SCHEDULING_POLICIES),
+            ("admission", ADMISSIONS),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -293,6 +303,9 @@ def describe(options: EngineOptions, resolved: Resolved, config: EngineConfig, p
         "max_num_waiting",
         "enable_prefix_caching",
         "scheduling_policy",
+        "admission",
+        "max_preemptions",
+        "long_prefill_token_threshold",
     ):
         source = "given" if getattr(options, name, None) != getattr(defaults, name, None) else "default"
         rows.append(Setting(name, str(getattr(config, name)), resolved.sources.get(name, source)))

@@ -99,7 +99,7 @@ class Engine:
         if room < 0 or (room == 0 and params.max_tokens != 0):
             raise ContextLengthError(num_prompt, self.config.max_model_len)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        check_fits(num_prompt, max_tokens, self.config.num_blocks, self.config.block_size)
+        self._check_fits(num_prompt, max_tokens, params)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed & MAX_SEED
         return Request(
             request_id=request_id,
@@ -124,12 +124,15 @@ class Engine:
             )
         return self.grammars.compile(wish)
 
+    def _check_fits(self, num_prompt: int, max_tokens: int, params: SamplingParams) -> None:
+        check_fits(num_prompt, max_tokens, self.config.num_blocks, self.config.block_size, params.num_sequences)
+
     def add_request(self, request: Request) -> None:
         """Queue it. QueueFullError; RequestError if the id belongs to a live request."""
         num_prompt = len(request.prompt_token_ids)
         if num_prompt + min(1, request.max_tokens) > self.config.max_model_len:
             raise ContextLengthError(num_prompt, self.config.max_model_len)
-        check_fits(num_prompt, request.max_tokens, self.config.num_blocks, self.config.block_size)
+        self._check_fits(num_prompt, request.max_tokens, request.params)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:

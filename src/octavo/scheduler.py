@@ -14,10 +14,11 @@ from operator import attrgetter
 from octavo.config import EngineConfig
 from octavo.errors import QueueFullError, RequestError
 from octavo.events import Observer, OutputEvent, WaitReason
+from octavo.foresight import Foresight
 from octavo.kv.sizing import blocks_for
 from octavo.kv.tables import BlockTables, Hits
 from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
-from octavo.policies import admission_order, choose_victim
+from octavo.policies import Preemption, admission_order
 from octavo.request import MAX_SAMPLES, FinishReason, Request, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,8 @@ class Scheduler:
         # A sequence may know one token more than the pool holds: the last one needs no KV.
         self._max_known = min(config.max_model_len, config.num_blocks * config.block_size + 1)
         self._order = admission_order(config.scheduling_policy)
+        self._preemption = Preemption(config, self.tables, self._max_known)
+        self._foresight = Foresight(config.num_blocks, config.block_size, self._max_known)
         self._next_serial = 0
         self._num_live = 0
         self._in_flight: tuple[Sequence, ...] = ()  # the rows' sequences of the plan not yet committed
@@ -148,6 +151,8 @@ class Scheduler:
         seq.finish_reason = reason
         self.tables.free(seq, forget=reason is FinishReason.ERROR)
         self._num_live -= 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._foresight.lengths.observe(seq.num_generated)
         if self.observer is not None:
             self.observer.finished(seq)
         samples = self.requests[seq.request.request_id]
@@ -182,15 +187,18 @@ class Scheduler:
             self._advance(seq, draft)
 
     def _advance(self, seq: Sequence, draft: _Draft) -> None:
-        """Give `seq` as many tokens as the budget has; preempt from the back of the line for its blocks."""
+        """Give `seq` as many tokens as the budget has; preempt others after it in line for its blocks."""
         if seq.status is not _RUNNING:
             return  # preempted a moment ago, for one before it in line
-        end = min(len(seq.token_ids), seq.num_computed + draft.budget)
+        most = draft.budget
+        if (cap := self.config.long_prefill_token_threshold) and len(self.running) + len(self.waiting) > 1:
+            most = min(most, cap)
+        end = min(len(seq.token_ids), seq.num_computed + most)
         if end <= seq.num_computed:
             return
         tables = self.tables
         while tables.num_missing(seq, end) > tables.pool.num_free:
-            victim = choose_victim(self.running)
+            victim = self._preemption.choose_victim(self.running, seq)
             self._preempt(victim, draft)
             if victim is seq:
                 return
@@ -273,22 +281,44 @@ class Scheduler:
         all known tokens. None if nothing is.
 
         All, not only those of the first chunk, and one to spare where others run: otherwise admitting
-        one soon preempts another, and they thrash. Running sequences that have not caught up need no
-        reserve here, because while there are any they leave no budget to admit others.
+        one soon preempts another, and they thrash. For the same reason the blocks that all running
+        ones are expected to grow by must be there: see `octavo.foresight`.
         """
         if len(self.running) + reserved[0] >= self.config.max_num_seqs:
             return WaitReason.PLACES
         pool = self.tables.pool
         spare = reserved[1] + (1 if self.running else 0)
         needed = self.tables.num_missing(seq, seq.num_known) - len(hits.block_ids)
-        return None if needed + spare <= pool.num_free - pool.num_free_of(hits.block_ids) else WaitReason.BLOCKS
+        needed += pool.num_free_of(hits.block_ids)
+        claimed = self._num_claimed()
+        if needed + claimed + spare > pool.num_free or not self._preemption.keeps_promises(seq, self.running):
+            return WaitReason.BLOCKS
+        if self.config.admission == "greedy":
+            return None
+        expected = self._foresight.expects_room(
+            seq, self.running, self.tables, needed, claimed + reserved[1], self._num_forks(seq)
+        )
+        return None if expected else WaitReason.GROWTH
+
+    def _num_forks(self, seq: Sequence) -> int:
+        """Samples that will start when `seq` has computed their prompt."""
+        if seq.request.params.num_sequences == 1 or seq.num_generated:
+            return 0
+        samples = self.requests[seq.request.request_id]
+        return sum(s.status is _WAITING and not s.num_generated for s in samples if s is not seq)
+
+    def _num_claimed(self) -> int:
+        """Blocks that running sequences which have not caught up still have to take.
+
+        Without a cap on chunks they leave no budget to admit others, so then nobody needs to ask.
+        """
+        if not self.config.long_prefill_token_threshold:
+            return 0
+        return sum(max(0, self.tables.num_missing(s, s.num_known)) for s in self.running)
 
     def _displace_for(self, seq: Sequence, hits: Hits, reserved: tuple[int, int], draft: _Draft) -> bool:
-        """Preempt running sequences that come after `seq` in line, if that makes room for it.
-
-        First come first served never gets here with such a sequence: all that run came earlier.
-        """
-        later = [s for s in self.running if s.order > seq.order]
+        """Preempt running sequences of lower priority that come after `seq` in line, if that makes room for it."""
+        later = [s for s in self.running if self._preemption.may_displace(seq, s)]
         if not later:
             return False
         attainable = self.tables.pool.num_free + self.tables.num_freed_by(later)
@@ -309,6 +339,8 @@ class Scheduler:
                 continue
             others = len(self.running) + sum(map(len, draft.forks.values()))
             most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens) - others
+            if any(map(self._preemption.is_safe, self.running)):
+                most = 0  # admission looks whether the promise to those can be kept; forking does not
             most = min(most, pool.num_free - (others > 1)) if row.sample is not None else MAX_SAMPLES
             siblings = [
                 s for s in self.requests[seq.request.request_id] if s.status is _WAITING and not s.num_generated
@@ -468,8 +500,8 @@ class Scheduler:
     def fail_in_flight(self, message: str) -> list[OutputEvent]:
         """A step failed: end the requests in it (all, if none was planned) and start from clean KV books.
 
-        What a failed step left in the KV blocks is unknown, so nothing cached survives. All that run
-        have a row in every step (one is admitted only while budget is left), so only the waiting go on.
+        What a failed step left in the KV blocks is unknown, so nothing cached survives. Those that wait
+        go on, and those that run but had no token in the step start again.
         """
         live = {s.request.request_id: s for s in (self._in_flight or [*self.running, *self.waiting])}
         self._in_flight = ()

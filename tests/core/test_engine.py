@@ -139,7 +139,7 @@ def test_queue_is_bounded_and_n_counts_as_n():
 
 
 def test_a_preempted_sequence_never_finds_the_queue_full():
-    driver = Driver(max_num_seqs=4, max_num_waiting=0, num_blocks=5)
+    driver = Driver(max_num_seqs=4, max_num_waiting=0, num_blocks=5, admission="greedy")
     for i in range(4):
         driver.add(prompt(14, i), greedy(30))
     driver.run()

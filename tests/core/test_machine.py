@@ -3,6 +3,7 @@
 import random
 from functools import cache
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,6 +11,7 @@ from support.run import Driver, check_books, check_idle, preempt_last
 from support.script_backend import HashBackend
 
 from octavo.errors import NeverFitsError, QueueFullError
+from octavo.kv.sizing import check_fits
 from octavo.request import FinishReason, SamplingParams
 
 VOCAB = 32
@@ -49,8 +51,11 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 3, 8, 64]),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
+        admission=st.sampled_from(["greedy", "foresight"]),
+        max_preemptions=st.sampled_from([1, 2, 100]),
+        cap=st.sampled_from([0, 0, 2, 7]),
     )
-    def start(self, num_blocks, max_num_seqs, budget, caching, policy):
+    def start(self, num_blocks, max_num_seqs, budget, caching, policy, admission, max_preemptions, cap):
         self.driver = Driver(
             backend(),
             num_blocks=num_blocks,
@@ -58,6 +63,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             scheduling_policy=policy,
+            admission=admission,
+            max_preemptions=max_preemptions,
+            long_prefill_token_threshold=cap,
             max_num_waiting=6,
         )
         self.asked = {}  # request id -> arguments of solo()
@@ -77,7 +85,8 @@ class EngineMachine(RuleBasedStateMachine):
                 make_prompt(num_tokens, family), PARAMS[kind], eos_token_ids=EOS, cache_salt=salt, priority=priority
             )
         except NeverFitsError:
-            assert num_tokens + min(1, PARAMS[kind].max_tokens) > num_blocks * 4
+            with pytest.raises(NeverFitsError):
+                check_fits(num_tokens, PARAMS[kind].max_tokens, num_blocks, 4, PARAMS[kind].n)
         except QueueFullError:
             assert len(self.driver.engine.scheduler.requests) > 0
         else:

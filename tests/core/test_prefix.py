@@ -258,7 +258,7 @@ def test_a_block_in_use_is_never_evicted():
 
 def test_cached_tokens_are_those_of_the_first_admission():
     """C100: a warm request that is preempted later still reports what it found at first."""
-    driver = Driver(num_blocks=12, max_num_seqs=4)
+    driver = Driver(num_blocks=12, max_num_seqs=4, admission="greedy")
     driver.ask(prompt(33), GREEDY)
     params = SamplingParams(temperature=0, max_tokens=100)
     ids = [driver.add(prompt(33), params), driver.add(prompt(33), params)]
@@ -269,7 +269,7 @@ def test_cached_tokens_are_those_of_the_first_admission():
 
 def test_hits_of_preempted_requests_do_not_count_as_hit_rate():
     """C101."""
-    driver = Driver(num_blocks=14, max_num_seqs=8)
+    driver = Driver(num_blocks=14, max_num_seqs=8, admission="greedy")
     for i in range(6):
         driver.add([(i * 19 + 31 * j) % 128 for j in range(20)], SamplingParams(temperature=0, max_tokens=60))
     driver.run()

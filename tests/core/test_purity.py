@@ -10,6 +10,7 @@ import octavo
 
 ROOT = Path(octavo.__file__).parent
 CORE = ["constraint.py", "request.py", "plan.py", "scheduler.py", "policies.py", "engine.py", "clock.py", "events.py"]
+CORE += ["foresight.py"]
 CORE += [f"kv/{name}.py" for name in ("partial", "pool", "prefix", "sizing", "tables")]
 PURE = [*CORE, "explain.py"]  # explain.py only listens: nothing in the core depends on what it keeps
 OF_THE_PROJECT = {"octavo.backends.base", "octavo.config", "octavo.errors", "octavo.units"}

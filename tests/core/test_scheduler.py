@@ -161,7 +161,7 @@ def test_one_block_is_left_to_spare():
 
 def test_twenty_large_requests_make_progress():
     """C116: bounded steps and preemptions, and the first in line is never preempted."""
-    driver = Driver(num_blocks=10, max_num_batched_tokens=16)
+    driver = Driver(num_blocks=10, max_num_batched_tokens=16, admission="greedy")
     params = greedy(40)
     for i in range(20):
         driver.add(prompt(60, i), params)
@@ -171,7 +171,7 @@ def test_twenty_large_requests_make_progress():
         running = driver.engine.scheduler.running
         waiting = driver.engine.scheduler.waiting
         if running and waiting:
-            assert running[-1].order < waiting[0].order
+            assert running[0].order < waiting[0].order
 
     driver.run(each=first_was_not_preempted)
     assert driver.num_steps <= 2 * sequential
@@ -233,7 +233,7 @@ def test_every_position_is_drawn_once():
 )
 def test_a_small_pool_changes_nothing(params):
     """C077, C115: several requests of which the later ones are preempted, some of them twice."""
-    driver = Driver(num_blocks=7, max_num_batched_tokens=24)
+    driver = Driver(num_blocks=7, max_num_batched_tokens=24, admission="greedy")
     ids = [driver.add(prompt(20, i), params, eos_token_ids=frozenset({3, 5})) for i in range(6)]
     driver.run()
     assert driver.engine.stats().num_preemptions > 0
@@ -244,7 +244,7 @@ def test_a_small_pool_changes_nothing(params):
 
 def test_one_that_still_catches_up_gives_way_within_the_step():
     """Step 3: three answers each need a block, two are free, the long prompt that has its turn later goes."""
-    driver = Driver(num_blocks=8, max_num_batched_tokens=48)
+    driver = Driver(num_blocks=8, max_num_batched_tokens=48, admission="greedy")
     short = [driver.add(prompt(15, i), greedy(6)) for i in range(3)]
     long = driver.add(prompt(60, 9), greedy(6))
     for _ in range(3):
@@ -417,6 +417,9 @@ def loads(draw):
         "max_num_seqs": draw(st.integers(1, 8)),
         "enable_prefix_caching": draw(st.booleans()),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "admission": draw(st.sampled_from(["greedy", "foresight"])),
+        "max_preemptions": draw(st.sampled_from([1, 2, 4])),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3, 16])),
     }
     return requests, config, draw(st.integers(0, 20))
 

@@ -88,3 +88,16 @@ def test_check_fits_shows_the_arithmetic():
         sizing.check_fits(200, 5, 10, 16)
     with pytest.raises(NeverFitsError):
         sizing.check_fits(160, 1, 10, 16)
+
+
+def test_check_fits_counts_all_sequences():
+    """Four answers after 100 tokens: 6 shared blocks and 4 that each one starts in."""
+    sizing.check_fits(100, 5, 10, 16, num_sequences=4)
+    with pytest.raises(NeverFitsError, match=r"each of 4 answers needs 10 KV blocks .* only 9 ") as refused:
+        sizing.check_fits(100, 5, 9, 16, num_sequences=4)
+    assert refused.value.param == "n"
+    sizing.check_fits(96, 5, 10, 16, num_sequences=4)
+    sizing.check_fits(100, 0, 7, 16, num_sequences=4)
+    with pytest.raises(NeverFitsError) as refused:
+        sizing.check_fits(200, 5, 9, 16, num_sequences=4)
+    assert refused.value.param == "prompt"

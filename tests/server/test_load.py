@@ -47,7 +47,7 @@ def text_of(raw: bytes, stream: bool) -> list[str]:
 def test_mixed_load(tmp_path: Path) -> None:
     """C032, C169, C170 together, in a pool so small that preemptions happen."""
     rng = random.Random(7)
-    with live_server(tmp_path, num_blocks=32, max_num_seqs=16, max_num_batched_tokens=64) as live:
+    with live_server(tmp_path, num_blocks=32, max_num_seqs=16, max_num_batched_tokens=64, admission="greedy") as live:
         live.model.gate.clear()  # until a crowd has come
         jobs = []
         for i in range(200):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from octavo.config import DTYPES, LOAD_FORMATS, SCHEDULING_POLICIES, EngineOptions
+from octavo.config import ADMISSIONS, DTYPES, LOAD_FORMATS, SCHEDULING_POLICIES, EngineOptions
 from octavo.request import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -160,6 +160,32 @@ engine_options = together(
         show_default=True,
         group=STEPS,
         help="First come first served, or by the priority of the request.",
+    ),
+    option(
+        "--admission",
+        type=click.Choice(ADMISSIONS),
+        default="foresight",
+        show_default=True,
+        group=STEPS,
+        help="Admit while the answers are expected to fit in the KV cache, or as long as the prompts do.",
+    ),
+    option(
+        "--max-preemptions",
+        type=int,
+        default=4,
+        show_default=True,
+        metavar="N",
+        group=STEPS,
+        help="How often one sequence may lose its KV blocks; after that it keeps them.",
+    ),
+    option(
+        "--long-prefill-token-threshold",
+        type=int,
+        default=0,
+        show_default=True,
+        metavar="TOKENS",
+        group=STEPS,
+        help="Most tokens of one prompt in a step that others share; 0: what the step has left.",
     ),
     option(
         "--threads",

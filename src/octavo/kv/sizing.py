@@ -54,18 +54,24 @@ def default_kv_bytes(
     return max(1, num_blocks_in(budget, bytes_per_block)) * bytes_per_block
 
 
-def check_fits(num_prompt: int, max_tokens: int, num_blocks: int, block_size: int) -> None:
-    """Raise NeverFitsError if the pool cannot hold the prompt and one token even with nobody else in it.
+def check_fits(num_prompt: int, max_tokens: int, num_blocks: int, block_size: int, num_sequences: int = 1) -> None:
+    """Raise NeverFitsError if the pool cannot hold the prompt and one token of each answer, with nobody else in it.
 
-    The samples of a request can run one after the other, so n does not enter here.
+    The sequences of a request share the full blocks of their prompt; the block that an answer starts in
+    is each one's own.
     """
-    num_tokens = num_prompt + min(1, max_tokens)
-    needed = blocks_for(num_tokens, block_size)
+    if max_tokens:
+        shared = num_prompt // block_size
+        needed = shared + num_sequences * (blocks_for(num_prompt + 1, block_size) - shared)
+    else:
+        needed = blocks_for(num_prompt, block_size)
     if needed > num_blocks:
-        answer = " and one token of the answer" if max_tokens else ""
+        answers = "the answer" if num_sequences == 1 else f"each of {num_sequences} answers"
+        answer = f" and one token of {answers}" if max_tokens else ""
         raise NeverFitsError(
             f"the prompt of {num_prompt} tokens{answer} needs {needed} KV blocks of {block_size} tokens, "
-            f"but the KV pool has only {num_blocks} ({num_blocks * block_size} tokens)"
+            f"but the KV pool has only {num_blocks} ({num_blocks * block_size} tokens)",
+            param="n" if num_sequences > 1 and blocks_for(num_prompt + 1, block_size) <= num_blocks else "prompt",
         )
 
 
