@@ -161,7 +161,7 @@ def test_shared_prompts_count_once():
     params = SamplingParams(temperature=0, max_tokens=12)
     driver.ask([*system, 101], params)
     for i in range(64):
-        driver.add([*system, 102, i], params)
+        driver.add([*system, i, 102], params)
     driver.step()
     assert len(driver.engine.scheduler.running) == 64
     driver.run()

@@ -91,7 +91,7 @@ def test_warm_prefix_cache(smollm2: LoadedModel, requests: Requests, alone: list
 def test_pool_so_small_that_sequences_are_preempted(
     smollm2: LoadedModel, requests: Requests, alone: list[list[Outcome]]
 ) -> None:
-    engine = engine_for(smollm2, num_blocks=24, budget=64)
+    engine = engine_for(smollm2, num_blocks=24, budget=64, admission="greedy")
     assert_equal(run_requests(engine, requests), alone)
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_free_blocks == 24

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from octavo.cli.bench_fairness import fairness
 from octavo.cli.bench_serve import bench_serve
 from octavo.cli.options import DEFAULT_MODEL, GroupedCommand, engine_options, option, take_engine_options
 from octavo.cli.tables import print_rows
@@ -33,6 +34,7 @@ def bench() -> None:
 
 
 bench.add_command(bench_serve, "serve")
+bench.add_command(fairness)
 
 
 @dataclass(frozen=True, slots=True)

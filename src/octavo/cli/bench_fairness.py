@@ -76,9 +76,7 @@ def measure(engine: Engine, num_streams: int, input_len: int, vocab_size: int, n
         alone.append(now() - began)
     ids = [(11 * j + j // 7) % vocab_size for j in range(input_len)]
     arrival = now()
-    engine.add_request(
-        engine.make_request("prompt", ids, SamplingParams(temperature=0, max_tokens=1), cache_salt=salt)
-    )
+    engine.add_request(engine.make_request("prompt", ids, SamplingParams(temperature=0, max_tokens=1), cache_salt=salt))
     last = dict.fromkeys(streams, arrival)
     gaps, steps, got = [], [], {"prompt": 0}
     while not got["prompt"]:
