@@ -145,7 +145,7 @@ def test_idle_uses_no_cpu(live: LiveServer) -> None:
     """C179: the engine's thread blocks while there is nothing to do."""
     live.complete(prompt="before", max_tokens=2)
     live.wait_until(lambda: live.idle)
-    steps = live.engine.backend.num_steps  # type: ignore[attr-defined]
+    steps = live.model.num_steps
     thread = live.client._thread.native_id
     used = []
     for _ in range(2):
@@ -154,4 +154,4 @@ def test_idle_uses_no_cpu(live: LiveServer) -> None:
         used.append(int(fields[11]) + int(fields[12]))
         time.sleep(0.3)
     assert used[1] - used[0] <= 1  # in ticks of 10 ms
-    assert live.engine.backend.num_steps == steps  # type: ignore[attr-defined]
+    assert live.model.num_steps == steps
