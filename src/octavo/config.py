@@ -141,6 +141,7 @@ class Environment:
     isa: str | None = None
     threads: int | None = None
     api_key: str | None = field(default=None, repr=False)
+    state: str | None = None  # directory of what an installation keeps, such as the secret of its cache salts
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
@@ -149,7 +150,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     Raises ConfigError for an unknown OCTAVO_* name, so that a typing error never goes unnoticed.
     """
     values = {k: v for k, v in (os.environ if environ is None else environ).items() if k.startswith("OCTAVO_") and v}
-    known = ("OCTAVO_API_KEY", "OCTAVO_CACHE", "OCTAVO_ISA", "OCTAVO_THREADS")
+    known = ("OCTAVO_API_KEY", "OCTAVO_CACHE", "OCTAVO_ISA", "OCTAVO_STATE", "OCTAVO_THREADS")
     for name in sorted(values.keys() - set(known)):
         raise ConfigError(f"unknown environment variable {shorten(name)}; known are {', '.join(known)}")
     threads = values.get("OCTAVO_THREADS")
@@ -160,6 +161,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         isa=values.get("OCTAVO_ISA"),
         threads=int(threads) if threads else None,
         api_key=values.get("OCTAVO_API_KEY"),
+        state=values.get("OCTAVO_STATE"),
     )
 
 

@@ -87,6 +87,19 @@ SERVER = "Server"
     group=SERVER,
     help="Send a comment on silent streams, for impatient proxies.",
 )
+@option(
+    "--isolate-tenants/--no-isolate-tenants",
+    default=True,
+    show_default=True,
+    group=SERVER,
+    help="With API keys: share cached prefixes only between requests of the same tenant.",
+)
+@option(
+    "--state-dir",
+    metavar="DIR",
+    group=SERVER,
+    help="Where the secret of the cache salts is kept. Default: OCTAVO_STATE, else ~/.local/state/octavo.",
+)
 @option("--log-requests", is_flag=True, group=SERVER, help="One line per request on stderr: waits, hits, TTFT, its id.")
 @option(
     "--explain/--no-explain",

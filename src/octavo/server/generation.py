@@ -86,7 +86,7 @@ class Generation:
         self._metrics = metrics
         self.prompts = list(prompts)
         self.params = params
-        self._cache_salt = cache_salt
+        self.cache_salt = cache_salt
         self.tenant = tenant
         self._priority = priority
         self._arrival = time.perf_counter()
@@ -113,7 +113,7 @@ class Generation:
                 prompt_token_ids=prompt.token_ids,
                 params=self.params,
                 eos_token_ids=eos,
-                cache_salt=self._cache_salt,
+                cache_salt=self.cache_salt,
                 tenant=self.tenant,
                 priority=self._priority,
             )

@@ -132,6 +132,7 @@ def respond(state: ServerState, generation: Generation, renderer: Renderer, body
         scope = given
         state.enter()
         generation.tenant = tenant_of(scope)
+        generation.cache_salt = state.salts.salt(generation.tenant, generation.cache_salt)
         entry = Entry(scope["state"]["request_id"], scope["path"], generation)
         state.book.open(entry)
 

@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from octavo.config import EngineOptions
+from octavo.config import EngineOptions, read_environment
 from octavo.errors import ConfigError, EngineError, RequestError, UnsupportedError
 from octavo.request import SamplingParams
 from octavo.server.app import ServerSettings, ServerState, create_app
@@ -32,6 +32,7 @@ from octavo.server.protocol import OctavoProtocol
 from octavo.server.quotas import Accounts
 from octavo.server.schema import PRESET_FIELDS
 from octavo.server.supervisor import SupervisedEngineClient, SupervisorOptions
+from octavo.server.tenants import DEFAULT_STATE_DIR, load_secret
 from octavo.server.wire import Ready
 from octavo.text.tokenizer import Tokenizer
 from octavo.units import shorten
@@ -74,6 +75,8 @@ def run_server(
     shutdown_timeout: float = 5.0,
     trust_special_tokens: bool = False,
     explain: bool = True,
+    isolate_tenants: bool = True,
+    state_dir: str | None = None,
     supervision: SupervisorOptions | None = None,
     on_ready: Callable[[ReadyInfo], None] = lambda info: None,
     progress: StageProgress | None = None,
@@ -91,8 +94,11 @@ def run_server(
     listener = bind_socket(host, port)
     client: SupervisedEngineClient | None = None
     accounts: Accounts | None = None
+    salt_secret: bytes | None = None
     try:
         accounts = open_accounts(api_key, api_key_file, usage_db)
+        if accounts is not None and isolate_tenants:
+            salt_secret = load_secret(state_dir or read_environment().state or DEFAULT_STATE_DIR)
         with _exit_on_sigterm():
             client = SupervisedEngineClient(model, options, assemble=assemble, supervision=supervision)
             ready = client.wait_ready(progress)
@@ -112,6 +118,7 @@ def run_server(
             chat_template=ready.chat_template,
             trust_special_tokens=trust_special_tokens,
             explain=explain,
+            salt_secret=salt_secret,
             presets=sampling_presets(ready.generation_config),
         )
         app = create_app(client, tokenizer, settings)

@@ -17,6 +17,7 @@ from octavo.server.ledger import Ledger
 from octavo.server.metrics import ServerMetrics
 from octavo.server.metrics_alias import ALIASES
 from octavo.server.quotas import Accounts
+from octavo.server.tenants import TenantSalts
 from octavo.text.constraints import ConstraintCompiler
 from octavo.text.tokenizer import Tokenizer
 
@@ -36,6 +37,7 @@ class ServerSettings:
     model_root: str | None = None
     api_key: str | None = field(default=None, repr=False)  # a single key without limits, instead of accounts
     accounts: Accounts | None = None
+    salt_secret: bytes | None = field(default=None, repr=False)  # with keys: tenants share no cached prefixes
     cors_origins: tuple[str, ...] = ()
     request_timeout: float | None = None
     metrics_alias: str | None = None  # one of metrics_alias.ALIASES
@@ -57,6 +59,7 @@ class ServerState:
         self.tokenizer = tokenizer
         self.settings = settings
         self.accounts = settings.accounts
+        self.salts = TenantSalts(settings.salt_secret)
         if self.accounts is None and (ring := load_keys(settings.api_key, None)) is not None:
             self.accounts = Accounts(ring, Ledger(None))
         # To refuse what cannot be compiled before the engine, which has its own, sees it.
