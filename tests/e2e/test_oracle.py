@@ -19,9 +19,9 @@ DATA = Path(__file__).parents[1] / "data"
 NUM_BLOCKS = 160
 GREEDY = SamplingParams(temperature=0, logprobs=10)
 
-# llama.cpp has 0.0029 on this file with 8-bit activations. What is reached here: 0.00020 with bf16 activations,
-# 0.00012 with float32 ones (the rest is the bf16 KV cache).
-MAX_MEAN_KL = 0.0003
+# llama.cpp has 0.0029 on this file with 8-bit activations. What is reached here: 0.00012 with float32 activations
+# (the rest is the bf16 KV cache), 0.00018 with bf16 ones, 0.00031 on tiles (weights and attention in bf16, too).
+MAX_MEAN_KL = 0.0005
 
 
 def reference(name: str) -> Any:
