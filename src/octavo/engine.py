@@ -213,6 +213,7 @@ def _check_result(plan: StepPlan, result: StepResult) -> None:
             (out.token_id is None) != (row.sample is None)
             or len(out.scores) != len(row.score_ids)
             or len(out.forks) != len(row.forks)
+            or (out.pooled is None) != (row.pool is None)
             or any(fork.error is None and fork.token_id is None for fork in out.forks)
         ):
             raise EngineError("the result of a row does not match what was asked for")

@@ -31,6 +31,7 @@ class Miss(enum.StrEnum):
 
     OFF = "caching_off"
     PROMPT_LOGPROBS = "prompt_logprobs"  # they need the logits of every prompt token, so nothing is looked up
+    POOLING = "pooling"  # the mean needs the hidden state of every prompt token
     TOO_SHORT = "too_short"  # no full block before the last prompt token
     EVICTED = "evicted"  # the next block was cached once
     OTHER_SALT = "other_salt"  # the prompt's first block was seen, but only with another cache_salt
@@ -277,6 +278,8 @@ class Recorder(Observer):
             return Miss.OFF
         if seq.owes_prompt_logprobs:
             return Miss.PROMPT_LOGPROBS
+        if seq.needs_every_token:
+            return Miss.POOLING
         missed = seq.num_computed // block_size
         if (missed + 1) * block_size > seq.num_known - 1:
             return None if seq.num_computed else Miss.TOO_SHORT

@@ -1,4 +1,4 @@
-"""Offline use: LLM.generate and LLM.chat, with vLLM's names, arguments and results."""
+"""Offline use: LLM.generate, LLM.chat and LLM.embed, with vLLM's names, arguments and results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from octavo.assemble import Assembly, assemble
 from octavo.config import EngineOptions
-from octavo.errors import ConfigError, RequestError
+from octavo.embedding import vector
+from octavo.errors import ConfigError, EngineError, RequestError
 from octavo.interrupt import catch_interrupt
 from octavo.offline import Job, OfflineDriver
-from octavo.request import SamplingParams
-from octavo.results import RequestOutput
+from octavo.request import Pooling, SamplingParams
+from octavo.results import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from octavo.units import shorten
 
 if TYPE_CHECKING:
@@ -151,6 +152,30 @@ class LLM:
                     jobs.append(job)
             return self._run(jobs, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every prompt: its tokens' final hidden states, pooled ("last" or "mean").
+
+        With `normalize` of length 1. RequestError for a bad prompt, EngineError if one could not be computed.
+        """
+        if pooling not in list(Pooling):
+            raise RequestError("must be 'last' or 'mean'", param="pooling")
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = SamplingParams(max_tokens=0, pooling=Pooling(pooling))
+        with self._lock:
+            jobs = []
+            for number, prompt in enumerate(many):
+                with _numbered(number, len(many)):
+                    jobs.append(self.prompt_job(prompt, params))
+            self._run(jobs, use_tqdm)
+        return [_embedded(job, normalize) for job in jobs]
+
     def chat_job(
         self,
         messages: Messages,
@@ -232,6 +257,14 @@ class LLM:
                     steps.close()  # aborts what is unfinished
                     raise KeyboardInterrupt
         return [self.driver.result(job) for job in jobs]
+
+
+def _embedded(job: Job, normalize: bool) -> EmbeddingRequestOutput:
+    request = job.request
+    if job.embedding is None:
+        raise EngineError(f"request {request.request_id} ended with an error: {job.error}")
+    output = EmbeddingOutput(vector(job.embedding, normalize=normalize).tolist())
+    return EmbeddingRequestOutput(request.request_id, output, request.prompt_token_ids, True, job.num_cached)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class Job:
     outputs: list[SequenceOutput | TokenOutput]
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached: int = 0
+    embedding: bytes | None = None
+    error: str | None = None
     num_shared: dict[int, int] = field(default_factory=dict)  # by sample
 
     @property
@@ -136,6 +138,8 @@ class OfflineDriver:
             text = delta.text
             if delta.stopped_by_text:
                 self.engine.finish_sequence(event.request_id, event.index)
+        job.embedding = event.embedding or job.embedding
+        job.error = event.error or job.error
         if event.error is not None:
             logger.warning("request %s ended with an error: %s", event.request_id, event.error)
         if job.finished:

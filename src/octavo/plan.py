@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.request import SamplingParams
+from octavo.request import Pooling, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,18 @@ class SampleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """An embedding in the making. `state` is the `pooled` of the sequence's row before this one, b"" at first.
+
+    `last`: the row ends the prompt. What is made must not depend on how rows cut the prompt (law 1).
+    """
+
+    pooling: Pooling
+    state: bytes
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRow:
     """One sequence's share of a step.
 
@@ -52,6 +64,7 @@ class PlanRow:
     score_ids: list[int] = field(default_factory=list)
     num_scores: int = 0
     forks: tuple[SampleSpec, ...] = ()
+    pool: PoolSpec | None = None
 
     def __post_init__(self) -> None:
         assert self.token_ids and self.start >= 0
@@ -94,7 +107,8 @@ class RowResult:
     """What came of one PlanRow: the drawn token if one was asked for, or the error of that row alone.
 
     `logprobs` is set iff `sample.params.num_logprobs` is not None; `scores` has one entry per `score_ids`,
-    `forks` one result per entry of the row's `forks`.
+    `forks` one result per entry of the row's `forks`. `pooled` is set iff the row has a `pool`: where that is
+    the `last`, the embedding as float32 (little-endian), else a state for the next row.
     """
 
     token_id: int | None = None
@@ -102,6 +116,7 @@ class RowResult:
     scores: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
     forks: tuple[RowResult, ...] = ()
+    pooled: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,13 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Pooling(enum.StrEnum):
+    """How the final hidden states of a prompt's tokens become its embedding."""
+
+    LAST = "last"  # that of the last token
+    MEAN = "mean"  # their mean
+
+
 def _check(ok: bool, param: str, message: str) -> None:
     if not ok:
         raise RequestError(f"{param} {message}", param=param, code="invalid_value")
@@ -49,7 +56,8 @@ class SamplingParams:
     and generated tokens (as transformers does). `logprobs` k asks for the k most probable tokens
     beside the chosen one, from the distribution before penalties and temperature. `best_of` draws that
     many samples and keeps the n with the highest mean log-probability per token. The end that
-    `structured_outputs` sets wins over `min_tokens` and `ignore_eos`.
+    `structured_outputs` sets wins over `min_tokens` and `ignore_eos`. With `pooling` no token is drawn:
+    the result is the embedding of the prompt.
     """
 
     n: int = 1
@@ -73,6 +81,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         # Users of vLLM write stop="x" and lists; normalise once so that everyone else sees tuples.
@@ -107,6 +116,11 @@ class SamplingParams:
             len(self.stop_token_ids) <= 1024 and all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
             "stop_token_ids",
             "must be a list of at most 1024 token ids",
+        )
+        _check(
+            self.pooling is None or (self.max_tokens == 0 and self.num_sequences == 1 and self.prompt_logprobs is None),
+            "pooling",
+            "goes with max_tokens 0, one sample and no prompt_logprobs",
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -224,6 +238,7 @@ class Sequence:
         "num_registered",
         "num_shared",
         "order",
+        "pooled",
         "prompt_logprobs_done",
         "request",
         "status",
@@ -244,6 +259,7 @@ class Sequence:
         self.num_shared = 0  # tokens whose KV it took from a sibling when it started
         self.num_preemptions = 0
         self.prompt_logprobs_done = 0  # prompt positions whose logprobs were already emitted
+        self.pooled = b""  # what pooling has made of the computed tokens so far; the backend's own business
         self.order: tuple[float, int, int] = (0.0, 0, index)  # place in line, set by the scheduler
         # Follows the generated tokens, not the steps: what is computed again changes nothing here.
         self.constraint: Constraint | None = request.grammar.start() if request.grammar is not None else None
@@ -271,6 +287,18 @@ class Sequence:
             and self.index == 0
             and self.prompt_logprobs_done < self.num_prompt - 1
         )
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Is something asked of each prompt token that only the model can give, and no cached KV?"""
+        return self.owes_prompt_logprobs or self.request.params.pooling is Pooling.MEAN
+
+    @property
+    def hit_limit(self) -> int:
+        """Leading tokens that may be hits. Never the last known one: the next is drawn from its logits."""
+        if not self.needs_every_token:
+            return self.num_known - 1
+        return min(self.num_known - 1, self.prompt_logprobs_done) if self.owes_prompt_logprobs else 0
 
     @property
     def finished(self) -> bool:

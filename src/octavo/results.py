@@ -50,6 +50,24 @@ class RequestOutput:
     num_shared_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """One vector, one number per hidden dimension."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """What LLM.embed makes of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int = 0
+
+
 def logprobs_of(entry: TokenLogprobs, decoded: dict[int, str]) -> LogprobsOfPosition:
     """The engine's TokenLogprobs in vLLM's shape; `decoded` gives the text of each token in it."""
     result = {entry.token_id: Logprob(entry.logprob, entry.rank, decoded.get(entry.token_id))}

@@ -17,7 +17,7 @@ from octavo.events import Observer, OutputEvent, WaitReason
 from octavo.foresight import Foresight
 from octavo.kv.sizing import blocks_for
 from octavo.kv.tables import BlockTables, Hits
-from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
+from octavo.plan import PlanRow, PoolSpec, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
 from octavo.policies import Preemption, admission_order
 from octavo.request import MAX_SAMPLES, FinishReason, Request, Sequence, SequenceStatus
 
@@ -213,6 +213,9 @@ class Scheduler:
         sample = _sample_spec(seq) if end == len(token_ids) and request.max_tokens > 0 else None
         start = seq.num_computed
         row_ids = token_ids[start:end]
+        if request.params.pooling is not None:
+            pool = PoolSpec(request.params.pooling, seq.pooled, last=end == seq.num_prompt)
+            return PlanRow(row_ids, start, seq.block_ids, pool=pool)
         if not seq.owes_prompt_logprobs or end <= seq.prompt_logprobs_done:
             return PlanRow(row_ids, start, seq.block_ids, sample)
         score_ids = token_ids[start + 1 : min(end + 1, seq.num_prompt)]
@@ -365,7 +368,7 @@ class Scheduler:
         else:
             seq.num_cached = seq.num_computed
             counters.hit_tokens += seq.num_computed
-            if self.config.enable_prefix_caching and not seq.owes_prompt_logprobs:
+            if self.config.enable_prefix_caching and not seq.needs_every_token:
                 counters.query_tokens += seq.num_prompt
             counters.queue_seconds += max(0.0, now - seq.request.arrival)
 
@@ -377,6 +380,7 @@ class Scheduler:
         if self.observer is not None:
             self.observer.preempted(seq, seq.num_computed)
         self.tables.free(seq)
+        seq.pooled = b""
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         bisect.insort(self.waiting, seq, key=_ORDER)
@@ -454,6 +458,8 @@ class Scheduler:
             return _terminal_event(seq, out.error)
         token_ids: tuple[int, ...] = ()
         reason = None
+        if out.pooled is not None:
+            seq.pooled = out.pooled
         if out.token_id is not None:
             token_ids = (out.token_id,)
             seq.token_ids.append(out.token_id)
@@ -462,7 +468,8 @@ class Scheduler:
                 self.observer.first_token(seq)
             reason = self._reason_to_stop(seq, out.token_id)
         elif seq.num_computed == seq.num_known:
-            reason = FinishReason.LENGTH  # max_tokens 0: only the prompt was wanted
+            # max_tokens 0: only the prompt was wanted
+            reason = FinishReason.LENGTH if out.pooled is None else FinishReason.STOP
         if reason is not None:
             self._finish(seq, reason)
         elif not token_ids and not scores:
@@ -478,6 +485,7 @@ class Scheduler:
             reason,
             seq.stop_reason,
             num_shared=seq.num_shared,
+            embedding=out.pooled if reason is not None else None,
         )
 
     def _reason_to_stop(self, seq: Sequence, token_id: int) -> FinishReason | None:

@@ -15,7 +15,7 @@ from support.script_backend import HashBackend, ScriptBackend
 
 from octavo import LLM, SamplingParams
 from octavo.config import EngineOptions
-from octavo.errors import ConfigError, ContextLengthError, RequestError
+from octavo.errors import ConfigError, ContextLengthError, EngineError, RequestError
 from octavo.llm import options_from, sampling_defaults
 from octavo.plan import StepPlan, StepResult
 
@@ -126,6 +126,33 @@ def test_more_prompts_than_the_queue_holds() -> None:
     assert len(results) == 30
     assert all(r.finished for r in results)
     check_idle(llm.engine)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings(pooling: str) -> None:
+    llm = LLM(fake_assembly())
+    prompts = ["Hello", {"prompt_token_ids": ids_of("you there")}, "Hello"]
+    outputs = llm.embed(prompts, pooling=pooling, use_tqdm=False)
+    assert [len(o.outputs.embedding) for o in outputs] == [4, 4, 4]
+    assert [o.prompt_token_ids for o in outputs] == [ids_of("Hello"), ids_of("you there"), ids_of("Hello")]
+    assert outputs[0].outputs == outputs[2].outputs != outputs[1].outputs
+    for output in outputs:
+        assert output.finished and math.hypot(*output.outputs.embedding) == pytest.approx(1)
+    (raw,) = llm.embed("Hello", pooling=pooling, normalize=False, use_tqdm=False)
+    length = math.hypot(*raw.outputs.embedding)
+    assert [x / length for x in raw.outputs.embedding] == pytest.approx(outputs[0].outputs.embedding)
+    check_idle(llm.engine)
+
+
+def test_embeddings_refuse_and_fail() -> None:
+    llm = LLM(fake_assembly())
+    with pytest.raises(RequestError, match="'last' or 'mean'"):
+        llm.embed("Hello", pooling="cls")
+    with pytest.raises(RequestError, match="prompt 1: "):
+        llm.embed(["Hello", {"prompt_token_ids": [VOCAB_SIZE]}])
+    broken = LLM(fake_assembly(HashBackend(vocab_size=VOCAB_SIZE, row_error=lambda row: "NaN")))
+    with pytest.raises(EngineError, match="NaN"):
+        broken.embed("Hello", use_tqdm=False)
 
 
 def test_chat_renders_the_template() -> None:

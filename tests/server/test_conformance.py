@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from support.live_server import LiveServer
+from support.live_server import MODEL, LiveServer
 
 from octavo.server.openapi import OPERATIONS
 
@@ -16,6 +17,7 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
     "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/v1/embeddings": {"input": "a"},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
 }
 # A value that a refusal must meet, and one that must pass although the field is refused in general.
@@ -29,6 +31,7 @@ REFUSED: dict[str, Any] = {
     "conversation": "conv_1",
     "function_call": {"name": "f"},
     "functions": [{"name": "f"}],
+    "dimensions": 3,
     "image": {"a": 1},
     "length_penalty": 0.5,
     "mcp_servers": [{"url": "x"}],
@@ -58,6 +61,7 @@ REFUSED_THERE: dict[tuple[str, str], Any] = {
 }
 PASSING: dict[str, Any] = {
     "background": False,
+    "dimensions": 4,
     "function_call": "auto",
     "length_penalty": 1,
     "modalities": ["text"],
@@ -86,6 +90,11 @@ NO_EFFECT: dict[str, Any] = {
     "user_profile_id": "u",
     "workspace_id": "w",
 }
+
+
+def ask(live: LiveServer, path: str, body: dict[str, Any]) -> httpx.Response:
+    greedy = {} if path == "/v1/embeddings" else {"temperature": 0}
+    return live.http.post(f"{live.url}{path}", json={"model": MODEL, **greedy, **body})
 
 
 def tables() -> dict[str, dict[str, str]]:
@@ -119,7 +128,7 @@ def test_every_field_has_a_row() -> None:
 @pytest.mark.parametrize(("path", "name"), rows_of("refused"))
 def test_refused(live: LiveServer, path: str, name: str) -> None:
     value = REFUSED_THERE.get((path, name), REFUSED[name])
-    response = live.post(path, {**MINIMAL[path], name: value})
+    response = ask(live, path, {**MINIMAL[path], name: value})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     if path == "/v1/messages":
@@ -127,16 +136,16 @@ def test_refused(live: LiveServer, path: str, name: str) -> None:
     else:
         assert error["code"] == "unsupported_field" and error["param"].split(".")[0] == name
     if name in PASSING and path != "/v1/messages":
-        assert live.post(path, {**MINIMAL[path], name: PASSING[name]}).status_code == 200
+        assert ask(live, path, {**MINIMAL[path], name: PASSING[name]}).status_code == 200
 
 
 @pytest.mark.parametrize(("path", "name"), rows_of("no effect"))
 def test_no_effect(live: LiveServer, path: str, name: str) -> None:
     value = NO_EFFECT[name]
     body = {**MINIMAL[path], "stream": True} if name == "stream_options" else MINIMAL[path]
-    plain, given = live.post(path, body), live.post(path, {**body, name: value})
+    plain, given = ask(live, path, body), ask(live, path, {**body, name: value})
     assert plain.status_code == given.status_code == 200, given.text
     if name != "stream_options":
-        for key in ("choices", "output", "content"):
+        for key in ("choices", "output", "content", "data"):
             plain_part, given_part = plain.json().get(key), given.json().get(key)
             assert re.sub(r"_[0-9a-f]{32}", "", str(plain_part)) == re.sub(r"_[0-9a-f]{32}", "", str(given_part))

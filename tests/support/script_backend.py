@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.backends.base import Capabilities
-from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
+from octavo.plan import PlanRow, PoolSpec, RowResult, SampleSpec, StepPlan, StepResult, TokenLogprobs
+from octavo.request import Pooling
 
 FORCED_LOGIT = 30.0
 
@@ -132,7 +134,7 @@ class SlotBackend:
         )
         spec = row.sample
         if spec is None:
-            return RowResult(scores=scores)
+            return RowResult(scores=scores, pooled=None if row.pool is None else self._pool(row.pool, contexts))
         first, *forks = (self._drawn(contexts[-1], one) for one in (spec, *row.forks))
         return RowResult(first.token_id, first.logprobs, () if first.error else scores, first.error, forks=tuple(forks))
 
@@ -143,6 +145,16 @@ class SlotBackend:
             return RowResult(error="no token may be drawn: all are excluded")
         num_top = spec.params.num_logprobs
         return RowResult(token_id, None if num_top is None else self._logprobs(raw, token_id, num_top))
+
+    def _pool(self, pool: PoolSpec, contexts: list[bytes]) -> bytes:
+        """Hidden states of four bytes per context: the last one, or the float64 sum over tokens, then the mean."""
+        if pool.pooling is Pooling.LAST:
+            return struct.pack("<4f", *contexts[-1][:4])
+        *sums, num = struct.unpack("<5d", pool.state) if pool.state else [0.0] * 5
+        for context in contexts:
+            sums = [s + c for s, c in zip(sums, context, strict=False)]
+            num += 1
+        return struct.pack("<4f", *(s / num for s in sums)) if pool.last else struct.pack("<5d", *sums, num)
 
     def _draw(self, raw: Logits, spec: SampleSpec) -> int | None:
         """Argmax of the biased logits without the banned and masked ids; ties: lowest id. None: nothing is left."""

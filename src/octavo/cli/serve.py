@@ -109,6 +109,14 @@ SERVER = "Server"
     help='Let clients ask why a request was slow ("explain": true, GET /v1/requests/ID).',
 )
 @option(
+    "--pooling",
+    type=click.Choice(["last", "mean"]),
+    default="last",
+    show_default=True,
+    group=SERVER,
+    help="What /v1/embeddings makes of the tokens' final hidden states, unless a request says.",
+)
+@option(
     "--max-engine-restarts",
     type=click.IntRange(0, 10_000),
     default=16,
@@ -128,7 +136,8 @@ SERVER = "Server"
 )
 @engine_options
 def serve(model: str, **values: Any) -> int:
-    """Serve MODEL over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
+    """Serve MODEL over HTTP: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages (Anthropic's),
+    /v1/embeddings, /tokenize; /docs describes them all.
 
     \b
       octavo serve                                   the default model, smollm2-135m

@@ -54,9 +54,7 @@ class BlockTables:
         The last known token is never part of it, since its logits are what the next token is drawn
         from. Tokens whose prompt logprobs are still owed are not either: a hit has no logits.
         """
-        limit = seq.num_known - 1
-        if seq.owes_prompt_logprobs:
-            limit = min(limit, seq.prompt_logprobs_done)
+        limit = seq.hit_limit
         cached = self._find_cached(seq, limit)
         if sibling is None:
             return cached
@@ -84,9 +82,7 @@ class BlockTables:
         """Leading tokens of `seq` that it will be able to hit once `other` has computed its prompt."""
         if not self.enable_prefix_caching or self._parent(seq, 0) != self._parent(other, 0):
             return 0
-        limit = min(seq.num_known - 1, other.num_prompt)
-        if seq.owes_prompt_logprobs:
-            limit = min(limit, seq.prompt_logprobs_done)
+        limit = min(seq.hit_limit, other.num_prompt)
         num_equal = 0  # hashes are chained: the equal ones come first
         for mine, theirs in zip(seq.block_hashes, other.block_hashes, strict=False):
             if mine != theirs:

@@ -124,6 +124,26 @@ class CountTokensAnswer(msgspec.Struct):
     input_tokens: int
 
 
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """A list of numbers, or with encoding_format base64 their bytes (float32, little-endian)."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
 class TokenizeAnswer(msgspec.Struct):
     count: int
     max_model_len: int

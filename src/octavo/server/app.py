@@ -21,6 +21,7 @@ from octavo.errors import EngineError, OctavoError
 from octavo.server.chat import create_chat_completion
 from octavo.server.client import EngineClient
 from octavo.server.completions import create_completion
+from octavo.server.embeddings import create_embeddings
 from octavo.server.envelope import Envelope
 from octavo.server.failures import (
     ModelUnknownError,
@@ -66,6 +67,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             Route("/v1/responses", _guard(create_response), methods=["POST"]),
             Route("/v1/messages", _guard(create_message), methods=["POST"]),
             Route("/v1/messages/count_tokens", _guard(count_tokens), methods=["POST"]),
+            Route("/v1/embeddings", _guard(create_embeddings), methods=["POST"]),
             Route("/tokenize", _guard(tokenize), methods=["POST"]),
             Route("/detokenize", _guard(detokenize), methods=["POST"]),
             Route("/v1/models", _guard(list_models), methods=["GET"]),

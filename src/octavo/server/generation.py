@@ -32,6 +32,7 @@ class Prompt:
     text: str = ""
     num_truncated: int = 0
     num_cached: int = 0
+    embedding: bytes = b""  # with pooling: float32, little-endian
     first_token_seconds: float | None = None  # since the request arrived
     # Entry i belongs to position i + 1; complete when the first token of the answer arrives.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -205,6 +206,8 @@ class Generation:
                 self._metrics.cached_tokens.inc(event.num_cached - prompt.num_cached)
                 prompt.num_cached = event.num_cached
         choice.num_shared = event.num_shared
+        if event.embedding is not None:
+            prompt.embedding = event.embedding
         self._observe(choice, len(event.token_ids))
         try:
             delta = choice.output.push(event)

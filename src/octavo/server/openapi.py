@@ -15,6 +15,7 @@ from starlette.responses import Response
 import octavo
 from octavo.request import MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MAX_STOP_STRINGS
 from octavo.server import answers
+from octavo.server.embeddings import EmbeddingsBody
 from octavo.server.failures import json_response
 from octavo.server.messages import CountTokensBody, MessagesBody
 from octavo.server.responses import ResponsesBody
@@ -67,6 +68,13 @@ OPERATIONS = (
         required=("model", "input"),
         streams=True,
     ),
+    Operation(
+        path="/v1/embeddings",
+        summary="Turn texts into vectors",
+        body=EmbeddingsBody,
+        answer=answers.Embeddings,
+        required=("model", "input"),
+    ),
     Operation(path="/v1/models", summary="The served model", answer=answers.ModelList),
     Operation(path="/v1/models/{model}", summary="The served model by name", answer=answers.ModelCard),
     Operation(
@@ -118,6 +126,12 @@ OPERATIONS = (
     Operation(path="/metrics", summary="Prometheus metrics", tag="Octavo"),
 )
 
+# One event of a stream.
+EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON, or [DONE]"}},
+    "required": ["data"],
+}
 # Lowest and highest values, wherever a field of this name occurs; a test holds them against the server.
 LIMITS: dict[str, tuple[float | None, float | None]] = {
     "temperature": (0, 100),
@@ -196,7 +210,7 @@ def _operation(op: Operation) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": _ref(op.answer)}}
     if op.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}
     error = answers.AnthropicError if op.path.startswith("/v1/messages") else answers.Error
     refused = {
         "description": "refused or failed; see docs/api.md",

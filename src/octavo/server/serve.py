@@ -77,6 +77,7 @@ def run_server(
     explain: bool = True,
     isolate_tenants: bool = True,
     state_dir: str | None = None,
+    pooling: str = "last",
     supervision: SupervisorOptions | None = None,
     on_ready: Callable[[ReadyInfo], None] = lambda info: None,
     progress: StageProgress | None = None,
@@ -119,6 +120,7 @@ def run_server(
             trust_special_tokens=trust_special_tokens,
             explain=explain,
             salt_secret=salt_secret,
+            pooling=pooling,
             presets=sampling_presets(ready.generation_config),
         )
         app = create_app(client, tokenizer, settings)

@@ -47,6 +47,7 @@ class ServerSettings:
     chat_template: str | None = None
     trust_special_tokens: bool = False
     explain: bool = True
+    pooling: str = "last"  # of embeddings, unless a request says otherwise
     # Sampling values of the model's generation_config.
     presets: Mapping[str, Any] = field(default_factory=dict)
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from octavo import _native
 from octavo.backends.base import Capabilities
+from octavo.backends.cpu.pooling import Pooler
 from octavo.backends.cpu.recorder import Recorder
 from octavo.backends.cpu.weights import NativeWeights, floats
 from octavo.backends.inputs import flatten, unflatten
@@ -66,7 +67,9 @@ class CpuBackend:
 
         recorder = Recorder(NativeWeights(self._program, model.tensors, advance), spec.head_dim)
         recorder.sample(forward_of(spec.architecture)(recorder, recorder.weights, spec))
-        recorder.build(self._program)
+        buffers = recorder.build(self._program)
+        hidden = self._program.buffer(buffers[recorder.gathered.storage])
+        self._pooler = Pooler(hidden, floats(model.tensors["model.norm.weight"]), spec.rms_norm_eps)
         self._capabilities = Capabilities(
             name=f"cpu ({self._program.isa}, {threads} threads)",
             vocab_size=spec.vocab_size,
@@ -88,10 +91,11 @@ class CpuBackend:
         self._program.allocate_kv(num_blocks, self._poison)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return unflatten(plan, self._program.execute(self._spec.vocab_size, *flatten(plan)))
+        result = unflatten(plan, self._program.execute(self._spec.vocab_size, *flatten(plan)))
+        return self._pooler.pooled(plan, result) if any(row.pool is not None for row in plan.rows) else result
 
     def close(self) -> None:
-        del self._program
+        del self._program, self._pooler
 
 
 def check_isa(isa: str) -> None:

@@ -44,6 +44,9 @@ class Recorder:
         self.head_dim = head_dim
         self._storages: list[tuple[int, bool]] = []  # (width, rows are outputs)
         self._ops: list[Recorded] = []
+        # What `gather` read: the hidden states before the final norm. Ops after it only write rows of outputs,
+        # so its buffer keeps them until the next step.
+        self.gathered: Value = Value(-1, 0, 0)
 
     def _new(self, width: int, outputs: bool = False) -> Value:
         self._storages.append((width, outputs))
@@ -116,6 +119,7 @@ class Recorder:
         return out
 
     def gather(self, x: Value) -> Value:
+        self.gathered = x
         out = self._new(x.width, outputs=True)
         self._record("gather", (x, out), lambda p, a, o: p.gather(a, o))
         return out
