@@ -1,6 +1,7 @@
 // The Python module octavo._native: every check on what comes from Python is made here.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -8,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -86,6 +88,9 @@ struct StepArrays {
   Array1<uint64_t> seeds;  // [outputs]
   Array1<int32_t> ids;     // pool that the starts in `ints` point into
   Array1<float> bias_values;
+  // Both or neither. Row of `masks` for each output, -1: all allowed; [masks][at least ceil(vocab_size / 32)].
+  std::optional<Array1<int32_t>> mask_rows;
+  std::optional<Array2<uint32_t>> masks;
 };
 
 void check_rows(const Program& p, const StepArrays& s) {
@@ -121,6 +126,10 @@ std::vector<SampleRow> make_samples(const StepArrays& s, int num_tokens, int voc
   require(s.floats.shape(0) == n && s.ints.shape(0) == n && s.seeds.size() == n && s.floats.shape(1) == 6 &&
               s.ints.shape(1) == kSampleColumns && s.bias_values.size() == s.ids.size(),
           "sampling arrays must match");
+  require(s.masks.has_value() == s.mask_rows.has_value(), "masks need the rows that they are for");
+  if (s.masks)
+    require(s.mask_rows->size() == n && (int64_t)s.masks->shape(1) * 32 >= vocab_size,
+            "masks need a bit for every token and a row for every output");
   const auto range = [&](size_t i, int start, int len) {
     const int64_t first = s.ints(i, start), count = s.ints(i, len);
     require(first >= 0 && count >= 0 && first + count <= (int64_t)s.ids.size(), "sampling ids outside their pool");
@@ -154,6 +163,9 @@ std::vector<SampleRow> make_samples(const StepArrays& s, int num_tokens, int voc
     r.bias_ids = range(i, kBiasStart, kBiasLen);
     r.bias_values = s.bias_values.data() + s.ints(i, kBiasStart);
     r.num_bias = s.ints(i, kBiasLen);
+    const int mask = s.masks ? (*s.mask_rows)(i) : -1;
+    require(mask >= -1 && (mask < 0 || mask < (int64_t)s.masks->shape(0)), "no such mask");
+    if (mask >= 0) r.mask = s.masks->data() + (int64_t)mask * s.masks->shape(1);
     r.vocab_size = vocab_size;
     if (r.num_logprobs > *top_stride) *top_stride = r.num_logprobs;
   }
@@ -163,9 +175,10 @@ std::vector<SampleRow> make_samples(const StepArrays& s, int num_tokens, int voc
 nb::tuple execute(Program& p, int vocab_size, Array1<int32_t> token_ids, Array1<int32_t> positions,
                   Array1<int32_t> row_start, Array1<int32_t> table_start, Array1<int32_t> block_ids,
                   Array2<int32_t> copies, Array1<int32_t> output_tokens, Array2<float> floats, Array2<int32_t> ints,
-                  Array1<uint64_t> seeds, Array1<int32_t> ids, Array1<float> bias_values) {
-  const StepArrays s{token_ids,     positions, row_start, table_start, block_ids, copies,
-                     output_tokens, floats,    ints,      seeds,       ids,       bias_values};
+                  Array1<uint64_t> seeds, Array1<int32_t> ids, Array1<float> bias_values,
+                  std::optional<Array1<int32_t>> mask_rows, std::optional<Array2<uint32_t>> masks) {
+  const StepArrays s{token_ids, positions, row_start, table_start, block_ids,   copies,    output_tokens,
+                     floats,    ints,      seeds,     ids,         bias_values, mask_rows, masks};
   check_rows(p, s);
   int top_stride = 0;
   const std::vector<SampleRow> samples = make_samples(s, (int)token_ids.size(), vocab_size, &top_stride);
@@ -285,7 +298,8 @@ void bind_program(nb::module_& m) {
            })
       .def("gather", [](Program& p, PyView x, PyView out) { p.gather(to_view(x), to_view(out)); })
       .def("sample", [](Program& p, PyView logits) { p.sample(to_view(logits)); })
-      .def("execute", &execute)
+      .def("execute", &execute, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), "mask_rows"_a = nb::none(), "masks"_a = nb::none())
       .def(
           "buffer",
           [](Program& p, int i) {

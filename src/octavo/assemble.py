@@ -29,6 +29,7 @@ from octavo.units import shorten
 if TYPE_CHECKING:
     from octavo.backends.base import Backend
     from octavo.models.loading import LoadedModel
+    from octavo.text.constraints import ConstraintCompiler
     from octavo.text.tokenizer import Tokenizer
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -172,7 +173,9 @@ def put_together(
             f"which is what the KV pool holds; raise kv_cache_memory for more"
         )
     return Assembly(
-        engine=Engine(config, backend, seed=options.seed),
+        engine=Engine(
+            config, backend, seed=options.seed, grammars=grammar_compiler(tokenizer, capabilities.vocab_size)
+        ),
         tokenizer=tokenizer,
         model=model,
         config=config,
@@ -181,6 +184,15 @@ def put_together(
         settings=describe(options, resolved, config, pool_source),
         chat_template=chat_template,
     )
+
+
+def grammar_compiler(tokenizer: Tokenizer | None, vocab_size: int) -> ConstraintCompiler | None:
+    """What compiles the forms that requests ask for; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    from octavo.text.constraints import ConstraintCompiler
+
+    return ConstraintCompiler(tokenizer, vocab_size)
 
 
 def read_chat_template(value: str | None) -> str | None:

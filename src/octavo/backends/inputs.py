@@ -26,12 +26,15 @@ class SampleArrays:
     seeds: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     bias_values: list[float] = field(default_factory=list)
+    mask_rows: list[int] = field(default_factory=list)
+    masks: list[bytes] = field(default_factory=list)
 
     def add_score(self, token: int, target: int, num_top: int) -> None:
         """Ask for the log-probability of `target` after token number `token` of the step."""
         self.output_tokens.append(token)
         self.floats.append((1.0, 1.0, 0.0, 0.0, 0.0, 1.0))
         self.ints.append((0, 0, 0, num_top, 0, target, 0, 0, 0, 0, 0, 0, 0, 0))
+        self.mask_rows.append(-1)
         self.seeds.append(0)
 
     def add_sample(self, token: int, spec: SampleSpec) -> None:
@@ -59,6 +62,9 @@ class SampleArrays:
                 *self._pool(p.logit_bias, p.logit_bias.values()),
             )
         )
+        self.mask_rows.append(-1 if spec.mask is None else len(self.masks))
+        if spec.mask is not None:
+            self.masks.append(spec.mask)
         self.seeds.append(spec.seed & (2**64 - 1))
 
     def _pool(self, ids: Any, values: Any = None) -> tuple[int, int]:
@@ -77,7 +83,15 @@ class SampleArrays:
             np.array(self.seeds, dtype=np.uint64),
             np.array(self.ids, dtype=np.int32),
             np.array(self.bias_values, dtype=np.float32),
+            *self._mask_arrays(),
         )
+
+    def _mask_arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """Which mask each entry has and uint32 [masks, words]; nothing where no grammar rules."""
+        if not self.masks:
+            return ()
+        words = np.frombuffer(b"".join(self.masks), dtype=np.uint32)
+        return np.array(self.mask_rows, dtype=np.int32), words.reshape(len(self.masks), -1)
 
 
 def flatten(plan: StepPlan) -> tuple[npt.NDArray[Any], ...]:
