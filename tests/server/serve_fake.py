@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 from typing import Any
 
+from octavo import logs
 from octavo.config import EngineOptions
 from octavo.errors import OctavoError
 from octavo.server.serve import ReadyInfo, run_server
@@ -21,6 +23,9 @@ def show(info: ReadyInfo) -> None:
 def main(given: dict[str, Any]) -> int:
     names = {f.name for f in dataclasses.fields(SupervisorOptions)}
     supervision = SupervisorOptions(**{name: given.pop(name) for name in names & set(given)})
+    if "log_format" in given:
+        logging.basicConfig(level=logging.WARNING)
+        logs.use(given["log_format"], "server")
     given.setdefault("assemble", "support.scripted_process:assemble")
     return run_server(options=EngineOptions(seed=0), supervision=supervision, on_ready=show, **given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -95,6 +96,11 @@ def deadly(model: str, options: EngineOptions, *, progress: Any = None) -> FakeA
     )
     config = EngineConfig(max_model_len=options.max_model_len or 512, num_blocks=512)
     return FakeAssembly(Engine(config, backend), FakeModel(directory), config, ["Weights: none"])
+
+
+def talkative(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+    logging.getLogger("octavo").warning("several\nlines")
+    return assemble(model, options, progress=progress)
 
 
 def corrupt(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:

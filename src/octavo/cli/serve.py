@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from octavo import logs
 from octavo.cli.options import DEFAULT_MODEL, GroupedCommand, engine_options, option, take_engine_options
 from octavo.config import read_environment
 from octavo.units import parse_bytes
@@ -100,6 +101,20 @@ SERVER = "Server"
     group=SERVER,
     help="Where the secret of the cache salts is kept. Default: OCTAVO_STATE, else ~/.local/state/octavo.",
 )
+@option(
+    "--log-format",
+    type=click.Choice(logs.FORMATS),
+    default="text",
+    show_default=True,
+    group=SERVER,
+    help="Of log lines on stderr; json: one object a line, with request ids.",
+)
+@option(
+    "--otlp-traces-endpoint",
+    metavar="URL",
+    group=SERVER,
+    help="Send a span per request to this OpenTelemetry collector; needs the extra [otel].",
+)
 @option("--log-requests", is_flag=True, group=SERVER, help="One line per request on stderr: waits, hits, TTFT, its id.")
 @option(
     "--explain/--no-explain",
@@ -144,6 +159,7 @@ def serve(model: str, **values: Any) -> int:
       octavo serve ./model.gguf --max-model-len 4096 --kv-cache-memory 2GiB
     """
     options = take_engine_options(values)
+    logs.use(values["log_format"], "server")
     if values.pop("log_requests"):
         logging.getLogger("octavo.requests").setLevel(logging.INFO)
     environment = read_environment()

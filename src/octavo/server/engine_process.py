@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from octavo import logs
 from octavo.errors import EngineError, OctavoError
 from octavo.server.heart import Heart
 from octavo.server.loop import EngineLoop
@@ -42,13 +43,14 @@ class _ZmqInbox:
             return commands
 
 
-def main(directory: str, lifeline: socket.socket, heart: Heart) -> int:
+def main(directory: str, lifeline: socket.socket, heart: Heart, log_format: str) -> int:
     """Exit code: 0 after Shutdown, 1 after a failure (which has been sent as Failed)."""
     # The front end decides when to stop, also when Ctrl-C or a service manager signals the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logs.use(log_format, "engine")
     context = zmq.Context()
     commands, events = (
         _connect(context, *what) for what in ((zmq.PULL, directory, "commands"), (zmq.PUSH, directory, "events"))
@@ -126,4 +128,4 @@ def _ready(assembly: Any) -> Ready:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), Heart(int(sys.argv[3]))))
+    sys.exit(main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), Heart(int(sys.argv[3])), sys.argv[4]))

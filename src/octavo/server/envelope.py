@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo import logs
 from octavo.server.failures import plain_error_response
 from octavo.server.quotas import Account, Accounts, KeyLimitError
 
@@ -53,6 +54,7 @@ class Envelope:
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
+        logs.request_id.set(state["request_id"])
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

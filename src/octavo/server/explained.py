@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from typing import Any
 
@@ -55,6 +57,8 @@ class Entry:
         self.request_id = request_id
         self.route = route
         self.tenant = generation.tenant
+        self.began_ns = time.time_ns()
+        self.traceparent = ""  # the W3C trace context that the client sent
         self._engine_ids = generation.engine_ids
         self._generation: Generation | None = generation
         self._facts: dict[str, Any] = {}
@@ -94,6 +98,7 @@ class RequestBook:
         self._capacity = capacity
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.on_end: Callable[[dict[str, Any], Entry], None] | None = None  # hears the whole story of each
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -105,9 +110,9 @@ class RequestBook:
             self._entries.popitem(last=False)
 
     def close(self, entry: Entry) -> None:
-        """It has ended; it is logged if anyone reads that."""
+        """It has ended; it is logged and traced if anyone reads that."""
         entry.close()
-        if logger.isEnabledFor(logging.INFO):
+        if logger.isEnabledFor(logging.INFO) or self.on_end is not None:
             task = asyncio.get_running_loop().create_task(self._log(entry))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -120,7 +125,10 @@ class RequestBook:
         return await entry.describe(self._client)
 
     async def _log(self, entry: Entry) -> None:
-        logger.info("request %s: %s", entry.request_id, log_line(await entry.describe(self._client)))
+        told = await entry.describe(self._client)
+        logger.info("request %s: %s", entry.request_id, log_line(told), extra={"facts": told})
+        if self.on_end is not None:
+            self.on_end(told, entry)
 
 
 def log_line(told: dict[str, Any]) -> str:

@@ -134,6 +134,7 @@ def respond(state: ServerState, generation: Generation, renderer: Renderer, body
         generation.tenant = tenant_of(scope)
         generation.cache_salt = state.salts.salt(generation.tenant, generation.cache_salt)
         entry = Entry(scope["state"]["request_id"], scope["path"], generation)
+        entry.traceparent = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"traceparent"), "")
         state.book.open(entry)
 
     def end() -> None:

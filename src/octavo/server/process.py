@@ -34,7 +34,7 @@ class EngineProcess:
     A socket pair is the life line: when either process ends, however it ends, the other reads its end.
     """
 
-    def __init__(self, model: str, options: Any, *, assemble: str = DEFAULT_ASSEMBLE) -> None:
+    def __init__(self, model: str, options: Any, *, assemble: str = DEFAULT_ASSEMBLE, log_format: str = "text") -> None:
         """Starts the process; `wait_ready` must follow. `assemble` is "module:function" to build the engine with."""
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Message).decode
@@ -50,7 +50,10 @@ class EngineProcess:
         descriptors = (theirs.fileno(), self.heart.descriptor)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "octavo.server.engine_process", self._directory, *map(str, descriptors)],
+                [
+                    *(sys.executable, "-P", "-m", "octavo.server.engine_process", self._directory),
+                    *(*map(str, descriptors), log_format),
+                ],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},

@@ -33,6 +33,7 @@ from octavo.server.quotas import Accounts
 from octavo.server.schema import PRESET_FIELDS
 from octavo.server.supervisor import SupervisedEngineClient, SupervisorOptions
 from octavo.server.tenants import DEFAULT_STATE_DIR, load_secret
+from octavo.server.tracing import Tracer
 from octavo.server.wire import Ready
 from octavo.text.tokenizer import Tokenizer
 from octavo.units import shorten
@@ -69,6 +70,8 @@ def run_server(
     request_timeout: float | None = None,
     write_timeout: float = 60.0,
     metrics_alias: str | None = None,
+    log_format: str = "text",
+    otlp_traces_endpoint: str | None = None,
     max_body_bytes: int = 32 * 1024 * 1024,
     ignore_unknown_fields: bool = False,
     sse_keep_alive: float | None = None,
@@ -96,12 +99,16 @@ def run_server(
     client: SupervisedEngineClient | None = None
     accounts: Accounts | None = None
     salt_secret: bytes | None = None
+    tracer: Tracer | None = None
     try:
+        tracer = Tracer(otlp_traces_endpoint) if otlp_traces_endpoint else None
         accounts = open_accounts(api_key, api_key_file, usage_db)
         if accounts is not None and isolate_tenants:
             salt_secret = load_secret(state_dir or read_environment().state or DEFAULT_STATE_DIR)
         with _exit_on_sigterm():
-            client = SupervisedEngineClient(model, options, assemble=assemble, supervision=supervision)
+            client = SupervisedEngineClient(
+                model, options, assemble=assemble, supervision=supervision, log_format=log_format
+            )
             ready = client.wait_ready(progress)
             tokenizer = _tokenizer(ready, options)
         settings = ServerSettings(
@@ -113,6 +120,7 @@ def run_server(
             cors_origins=tuple(cors_origins),
             request_timeout=request_timeout,
             metrics_alias=metrics_alias,
+            tracer=tracer,
             max_body_bytes=max_body_bytes,
             ignore_unknown_fields=ignore_unknown_fields,
             sse_keep_alive=sse_keep_alive,
@@ -123,6 +131,8 @@ def run_server(
             pooling=pooling,
             presets=sampling_presets(ready.generation_config),
         )
+        if tracer is not None:
+            tracer.model_name = settings.model_name
         app = create_app(client, tokenizer, settings)
         bound_port = listener.getsockname()[1]
         info = ReadyInfo(
@@ -149,6 +159,8 @@ def run_server(
             client.kill()
         if accounts is not None:
             accounts.close()
+        if tracer is not None:
+            tracer.close()
     if server.failure is not None:
         raise server.failure
     return 0

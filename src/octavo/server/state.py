@@ -18,6 +18,7 @@ from octavo.server.metrics import ServerMetrics
 from octavo.server.metrics_alias import ALIASES
 from octavo.server.quotas import Accounts
 from octavo.server.tenants import TenantSalts
+from octavo.server.tracing import Tracer
 from octavo.text.constraints import ConstraintCompiler
 from octavo.text.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ class ServerSettings:
     salt_secret: bytes | None = field(default=None, repr=False)  # with keys: tenants share no cached prefixes
     cors_origins: tuple[str, ...] = ()
     request_timeout: float | None = None
+    tracer: Tracer | None = None
     metrics_alias: str | None = None  # one of metrics_alias.ALIASES
     max_body_bytes: int = 32 * 1024 * 1024
     ignore_unknown_fields: bool = False
@@ -68,6 +70,8 @@ class ServerState:
         aliases = ALIASES[settings.metrics_alias] if settings.metrics_alias else None
         self.metrics = ServerMetrics(settings.model_name, accounts=self.accounts, aliases=aliases)
         self.book = RequestBook(client)
+        if settings.tracer is not None:
+            self.book.on_end = settings.tracer.record
         self.created = int(time.time())
         self.draining = False
         self.num_in_flight = 0

@@ -74,10 +74,11 @@ class SupervisedEngineClient(BaseEngineClient):
         *,
         assemble: str = DEFAULT_ASSEMBLE,
         supervision: SupervisorOptions | None = None,
+        log_format: str = "text",
     ) -> None:
         """Starts the first engine process; `wait_ready` must follow."""
         super().__init__()
-        self._model, self._options, self._assemble = model, options, assemble
+        self._model, self._options, self._assemble, self._log_format = model, options, assemble, log_format
         self._supervision = supervision or SupervisorOptions()
         # Requests without a seed get theirs here, so that a second engine draws the same.
         self._random = random.Random(getattr(options, "seed", None))
@@ -92,7 +93,10 @@ class SupervisedEngineClient(BaseEngineClient):
         self._num_restarts = self._num_in_a_row = 0
         self._up_since = time.monotonic()
         self._asked_at: dict[int, float] = {}  # tickets that the present engine has not answered
-        self._process = EngineProcess(model, options, assemble=assemble)
+        self._process = self._new_process()
+
+    def _new_process(self) -> EngineProcess:
+        return EngineProcess(self._model, self._options, assemble=self._assemble, log_format=self._log_format)
 
     def wait_ready(self, progress: StageProgress | None = None) -> Ready:
         """Blocks until the model is loaded. Raises what went wrong: ConfigError, ModelError, EngineError."""
@@ -329,7 +333,7 @@ class SupervisedEngineClient(BaseEngineClient):
             self._process.kill()
             if self._stop.wait(delay):
                 return
-            self._process = EngineProcess(self._model, self._options, assemble=self._assemble)
+            self._process = self._new_process()
             if self._stop.is_set():
                 self._process.kill()
                 return
