@@ -38,14 +38,14 @@ test: $(VENV)/.installed $(VENV)/.test
 
 check: $(VENV)/.installed $(VENV)/.dev
 	$(SAY) 'ruff'
-	@$(BIN)/ruff check --quiet src tests && $(BIN)/ruff format --quiet --diff src tests
+	@$(BIN)/ruff check --quiet src tests bench && $(BIN)/ruff format --quiet --diff src tests bench
 	$(SAY) 'mypy --strict'
 	@$(BIN)/mypy
 	$(SAY) 'clang-format'
 	@$(BIN)/clang-format --dry-run --Werror $(CPPS)
 
 format: $(VENV)/.dev
-	@$(BIN)/ruff check --fix --quiet src tests; $(BIN)/ruff format --quiet src tests
+	@$(BIN)/ruff check --fix --quiet src tests bench; $(BIN)/ruff format --quiet src tests bench
 	@$(BIN)/clang-format -i $(CPPS)
 
 bench: $(VENV)/.installed

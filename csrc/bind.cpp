@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "bind_bench.h"
 #include "bind_sampler.h"
 #include "formats.h"
 #include "kernels.h"
@@ -362,6 +363,7 @@ NB_MODULE(_native, m) {
   octavo::bind_formats(m);
   octavo::bind_program(m);
   octavo::bind_sampler(m);
+  octavo::bind_bench(m);
   m.def(
       "known_isas",
       [] {

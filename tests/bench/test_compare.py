@@ -12,8 +12,7 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from support.gguf_writer import model_file, quantised_tensor
-from support.tiny_models import TINY_SIZES, random_tensors, tiny_spec
+from support.tiny_gguf import tiny_gguf
 
 from comparison import models, table
 from comparison.environments import Environment, Unavailable, last_line
@@ -25,27 +24,6 @@ from octavo.weights.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 compare: Any = importlib.import_module("compare")
-
-
-def tiny_gguf(path: Path) -> Path:
-    """A llama model of 300 tokens with one Q8_0 matrix, and a byte-level tokenizer."""
-    from support.live_server import byte_alphabet
-
-    tokens = [*byte_alphabet(), "ab", *(f"<|{i}|>" for i in range(43))]
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * 257 + [3] * 43,
-        "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.eos_token_id": 299,
-        "tokenizer.ggml.bos_token_id": 298,
-    }
-    spec = tiny_spec(vocab_size=300, max_position_embeddings=1024)
-    file = model_file("llama", random_tensors(spec), {**TINY_SIZES, "context": 1024}, metadata)
-    at = next(i for i, tensor in enumerate(file.tensors) if tensor.name == "blk.0.ffn_up.weight")
-    file.tensors[at] = quantised_tensor("blk.0.ffn_up.weight", (64, 32), FORMATS["Q8_0"], np.random.default_rng(0))
-    return file.write(path)
 
 
 def run(engine: str, size: str, repeat: int, speed: float) -> dict[str, Any]:

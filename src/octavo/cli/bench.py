@@ -7,13 +7,14 @@ import json
 import random
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from octavo.cli.bench_fairness import fairness
+from octavo.cli.bench_kernels import bench_kernels
 from octavo.cli.bench_serve import bench_serve
 from octavo.cli.options import DEFAULT_MODEL, GroupedCommand, engine_options, option, take_engine_options
 from octavo.cli.tables import print_rows
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 WORK = "Work"
 WARMUP_TOKENS = 8
+LIMIT_SECONDS = 0.3
 
 
 @click.group()
@@ -35,6 +37,7 @@ def bench() -> None:
 
 bench.add_command(bench_serve, "serve")
 bench.add_command(fairness)
+bench.add_command(bench_kernels, "kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,21 @@ def _figures(assembly: Assembly, workload: Workload, measured: Measured, load_se
             num_read = measured.num_decode_steps * capabilities.weight_bytes
             num_read += _kv_tokens_read(workload) * figures["kv_bytes_per_token"]
             figures["decode_gb_per_s"] = round(num_read / decode / 1e9, 2)
+            figures.update(_limits(capabilities.details, num_read / decode))
     return figures
+
+
+def _limits(details: Mapping[str, str], bytes_per_s: float) -> dict[str, Any]:
+    """The limits of this machine, and the share of its memory's speed that decoding reached; native kernels only."""
+    if not {"instruction set", "threads"} <= details.keys():
+        return {}
+    from octavo.benchmarks.limits import measure_limits
+
+    limits = measure_limits(details["instruction set"], int(details["threads"]), LIMIT_SECONDS)
+    return {
+        "limits": {name: round(rate) for name, rate in limits.items()},
+        "share_of_dram": round(bytes_per_s / limits["dram_read"], 4),
+    }
 
 
 def _kv_tokens_read(workload: Workload) -> int:
@@ -232,7 +249,11 @@ def _print(figures: dict[str, Any]) -> None:
         )
     if "decode_tokens_per_s" in figures:
         rows.append(("After that", f"{figures['decode_tokens_per_s']:,.1f} output tok/s"))
-        rows.append(("Read in decode", f"{figures['decode_gb_per_s']:.2f} GB/s of weights and KV"))
+        read = f"{figures['decode_gb_per_s']:.2f} GB/s of weights and KV"
+        if "limits" in figures:
+            limit = figures["limits"]["dram_read"] / 1e9
+            read += f" = {figures['share_of_dram']:.0%} of the {limit:.1f} GB/s of this machine"
+        rows.append(("Read in decode", read))
     rows += [
         ("Preemptions", str(figures["num_preemptions"])),
         ("Peak memory", format_bytes(figures["peak_rss_bytes"])),

@@ -1,0 +1,19 @@
+// What this machine can do at most, measured: rates of reading memory and of the arithmetic that kernels use.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace octavo {
+
+// Names and rates per second, in bytes or floating-point (or integer) operations, on `num_threads` threads together:
+// "dram_read" (a buffer of `dram_bytes` in all, which should be more than the last cache holds), "cache_read" (16 MiB a
+// thread), "fma_f32" with the vectors of `isa`, and as far as `isa` goes and the CPU has them "dot_bf16" (vdpbf16ps),
+// "dot_int8" (vpdpbusd), "amx_bf16" and "amx_int8". A product and its addition are two operations. Each measurement
+// takes about `seconds`; the best of five parts of it counts, since other processes only ever slow it down. `isa` is
+// one that kernels_for() knows on this machine.
+std::vector<std::pair<std::string, double>> measure_limits(const std::string& isa, int num_threads, double seconds,
+                                                           size_t dram_bytes);
+
+}  // namespace octavo
