@@ -16,6 +16,7 @@ import hashlib
 import json
 import random
 import re
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -306,6 +307,7 @@ def main(
     install_only: bool,
 ) -> None:
     start = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers, which may be stopped, end too
     engines = choose_engines(peers, octavo_weights, avx2=avx2)
     parsed = [Size.parse(text) for text in sizes.split(",")]
     try:

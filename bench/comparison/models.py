@@ -144,8 +144,9 @@ def openvino_directory(files: ModelFiles, weight_format: str, directory: Path, c
         source = hugging_face_directory(files, directory, say)
         python = OPENVINO_EXPORT.ensure(cache, say)
         say(f"exporting to OpenVINO {weight_format}")
+        command = [str(python), "-c", "from optimum.commands.optimum_cli import main; main()", "export", "openvino"]
         task = ["--task", "text-generation-with-past", "--weight-format", weight_format]
-        _call([str(python.parent / "optimum-cli"), "export", "openvino", "-m", str(source), *task, str(target)], target)
+        _call([*command, "-m", str(source), *task, str(target)], target)
         if not (target / "openvino_model.xml").is_file():
             raise Unavailable(f"optimum-cli left no openvino_model.xml in {target}")
         (target / ".done").touch()

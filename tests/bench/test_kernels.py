@@ -34,12 +34,12 @@ def test_sites_are_all_ops_of_the_model(model: LoadedModel) -> None:
     assert sites["q+k+v", "32 -> 64", "F32"].num_ops == 2
     # One layer's up projection is Q8_0.
     assert [key for key in sites if key[0] == "gate+up"] == [
-        ("gate+up", "32 -> 128", "F32+Q8_0"),
-        ("gate+up", "32 -> 128", "F32"),
+        ("gate+up", "32 -> 64", "F32+Q8_0"),
+        ("gate+up", "32 -> 64", "F32"),
     ]
     assert sites["head", f"32 -> {model.spec.vocab_size}", "F32"].num_ops == 1
     assert {site.method for site in sites.values()} == {
-        "linear", "attention", "rms_norm", "add_rms_norm", "rope", "silu_mul", "sample",
+        "linear", "gated_linear", "attention", "rms_norm", "add_rms_norm", "rope", "sample",
     }  # fmt: skip
     matrices = frozenset().union(*(site.matrices for site in sites.values()))
     assert matrices == {name for name, view in model.tensors.items() if len(view.shape) == 2} - {
@@ -62,6 +62,7 @@ def test_costs(model: LoadedModel) -> None:
     decode, prefill = works([3], 20, 40)
     sites = {site.label: site for site in sites_of(model) if site.weight_format in ("", "F32")}
     assert cost(sites["down"], spec, decode, 1000) == (2.0 * 3 * 64 * 32, 1000 + 4.0 * 3 * 96)
+    assert cost(sites["gate+up"], spec, decode, 1000) == (4.0 * 3 * 32 * 64 + 5.0 * 3 * 64, 1000 + 4.0 * 3 * 96)
     assert cost(sites["head"], spec, prefill, 0)[0] == 2.0 * 1 * 32 * spec.vocab_size
     assert cost(sites["attention"], spec, decode, 0) == (4.0 * 32 * 3 * 41, 2.0 * 3 * 41 * 16 * 2 + 4.0 * 3 * 64)
     assert cost(sites["attention"], spec, prefill, 0) == (4.0 * 32 * 210, 2.0 * 20 * 16 * 2 + 4.0 * 20 * 64)

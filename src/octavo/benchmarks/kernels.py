@@ -93,6 +93,9 @@ class Timing:
 def cost(site: Site, spec: ModelSpec, work: Work, weight_bytes: int) -> tuple[float, float]:
     """(operations, bytes) that one op needs at least: weights and KV read once, activations in float32."""
     widths, rows = site.widths, work.num_tokens if site.label != "head" else work.num_rows
+    if site.method == "gated_linear":
+        flops = 4.0 * rows * widths[0] * widths[-1] + 5.0 * rows * widths[-1]
+        return flops, weight_bytes + 4.0 * rows * (widths[0] + widths[-1])
     if site.method == "linear":
         return 2.0 * rows * widths[0] * widths[-1], weight_bytes + 4.0 * rows * (widths[0] + widths[-1])
     if site.method == "attention":
@@ -101,13 +104,13 @@ def cost(site: Site, spec: ModelSpec, work: Work, weight_bytes: int) -> tuple[fl
         return 4.0 * widths[0] * work.seen, kv_bytes + 4.0 * rows * 2 * widths[0]
     if site.method == "sample":
         return float(work.num_rows * widths[0]), 4.0 * work.num_rows * widths[0]
-    flops_per_value = {"silu_mul": 12.0, "rope": 3.0}.get(site.method, 4.0)
+    flops_per_value = 3.0 if site.method == "rope" else 4.0
     moved = sum(widths) + (widths[0] if site.method in ("add_rms_norm", "rope", "head_norm") else 0)
     return flops_per_value * rows * widths[0], 4.0 * rows * moved
 
 
 def arithmetic_of(site: Site, isa: str) -> str:
-    if site.method == "linear" and site.weight_format not in EXACT_FORMATS:
+    if site.method in ("linear", "gated_linear") and site.weight_format not in EXACT_FORMATS:
         return ARITHMETIC.get(isa, "fma_f32")
     return "fma_f32"
 

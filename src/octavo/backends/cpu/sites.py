@@ -24,7 +24,8 @@ from octavo.plan import PlanRow, StepPlan
 from octavo.weights.files import TensorView
 
 BLOCK_SIZE = 16
-TIMED = ("linear", "attention", "add_rms_norm", "rms_norm", "head_norm", "rope", "silu_mul", "sample")
+PRODUCTS = ("linear", "gated_linear")
+TIMED = (*PRODUCTS, "attention", "add_rms_norm", "rms_norm", "head_norm", "rope", "sample")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,10 @@ class _SiteRecorder(Recorder):
         self._parts[len(self._ops)] = [w for w in weights if isinstance(w, _Named)]
         return super().linear(x, weights, bias)
 
+    def gated_linear(self, x: Value, gate: MatrixRef, up: MatrixRef, bias: VectorRef | None = None) -> Value:
+        self._parts[len(self._ops)] = [w for w in (gate, up) if isinstance(w, _Named)]
+        return super().gated_linear(x, gate, up, bias)
+
     def sites(self) -> list[Site]:
         """In the order of the forward pass."""
         found: dict[tuple[Any, ...], list[int]] = {}
@@ -150,7 +155,7 @@ def _formats(parts: list[_Named]) -> str:
 
 
 def _shape(method: str, widths: tuple[int, ...]) -> str:
-    if method == "linear":
+    if method in PRODUCTS:
         return f"{widths[0]} -> {widths[-1]}"
     if method == "attention":
         return f"q {widths[0]}, kv {widths[1]}"
@@ -182,7 +187,7 @@ class SiteProgram:
     @property
     def weight_bytes(self) -> int:
         """Of one op, as the kernels read them."""
-        return int(self.program.weight_bytes) // self.site.num_ops if self.site.method == "linear" else 0
+        return int(self.program.weight_bytes) // self.site.num_ops if self.site.method in PRODUCTS else 0
 
     def run(self, plan: StepPlan) -> float:
         before = self.program.op_seconds[self.site.method]
