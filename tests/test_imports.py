@@ -32,7 +32,17 @@ CORE = [
         "engine",
     ),
     *("explain", "foresight"),
-    *("kv.partial", "kv.pool", "kv.prefix", "kv.sizing", "kv.tables", "backends.base", "models.spec"),
+    *(
+        "kv.partial",
+        "kv.pool",
+        "kv.prefix",
+        "kv.retention",
+        "kv.sizing",
+        "kv.tables",
+        "kv.trees",
+        "backends.base",
+        "models.spec",
+    ),
 ]
 HEAVY = {"numpy", "torch", "transformers", "click", "rich", "starlette", "uvicorn", "tokenizers", "huggingface_hub"}
 

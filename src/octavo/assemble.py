@@ -155,6 +155,8 @@ def put_together(
         admission=options.admission,
         max_preemptions=options.max_preemptions,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
+        cache_pin_limit=options.cache_pin_limit,
+        tenant_cache_quota=options.tenant_cache_quota,
     )
     report = [
         f"Weights: {format_bytes(capabilities.weight_bytes)} ({model.name})",

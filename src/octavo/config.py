@@ -41,6 +41,8 @@ class EngineConfig:
     admission: str = "foresight"
     max_preemptions: int = 4
     long_prefill_token_threshold: int = 0  # 0: off
+    cache_pin_limit: float = 0.5  # share of the blocks that pins may hold
+    tenant_cache_quota: float = 1.0  # share of the blocks that one tenant may keep cached while nobody uses them
 
     def __post_init__(self) -> None:
         assert self.block_size > 0 and self.num_blocks > 0 and self.max_model_len > 0
@@ -75,6 +77,8 @@ class EngineOptions:
     # Memory
     block_size: int = 16
     enable_prefix_caching: bool = True
+    cache_pin_limit: float = 0.5  # share of the KV pool that pinned prefixes may hold
+    tenant_cache_quota: float = 1.0  # share of it that one tenant may keep cached, unused
     kv_cache_memory: int | str | None = None  # bytes, or text such as "2GiB"
     kv_cache_dtype: str = "auto"
     memory_utilization: float | None = None  # share of the memory still available that KV may take
@@ -118,6 +122,10 @@ class EngineOptions:
             raise ConfigError("block_size must be 8, 16, 32, 64 or 128 tokens")
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        for name in ("cache_pin_limit", "tenant_cache_quota"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1):
+                raise ConfigError(f"{name} must be a number from 0 to 1")
         share = self.memory_utilization
         if share is not None:
             if not (isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1):
@@ -308,6 +316,8 @@ def describe(options: EngineOptions, resolved: Resolved, config: EngineConfig, p
         "admission",
         "max_preemptions",
         "long_prefill_token_threshold",
+        "cache_pin_limit",
+        "tenant_cache_quota",
     ):
         source = "given" if getattr(options, name, None) != getattr(defaults, name, None) else "default"
         rows.append(Setting(name, str(getattr(config, name)), resolved.sources.get(name, source)))

@@ -15,6 +15,7 @@ from octavo.errors import ContextLengthError, EngineError, RequestError
 from octavo.events import OutputEvent
 from octavo.explain import Recorder
 from octavo.kv.sizing import check_fits
+from octavo.kv.trees import cache_trees
 from octavo.plan import StepPlan, StepResult
 from octavo.request import MAX_SEED, FinishReason, Request, SamplingParams
 from octavo.scheduler import Scheduler
@@ -22,6 +23,7 @@ from octavo.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 MAX_SALT_LEN = 4096
+MAX_PIN_SECONDS = 30 * 86_400
 MAX_PRIORITY = 2**31 - 1
 
 
@@ -80,6 +82,7 @@ class Engine:
         cache_salt: str = "",
         tenant: str = "",
         priority: int = 0,
+        pin_seconds: float | None = None,
     ) -> Request:
         """Check everything about a request that needs the model or the pool, and fill in what is open.
 
@@ -100,6 +103,8 @@ class Engine:
             raise ContextLengthError(num_prompt, self.config.max_model_len)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._check_fits(num_prompt, max_tokens, params)
+        if pin_seconds is not None:
+            self._check_pin(num_prompt, pin_seconds)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed & MAX_SEED
         return Request(
             request_id=request_id,
@@ -111,6 +116,7 @@ class Engine:
             cache_salt=cache_salt,
             tenant=tenant,
             priority=priority,
+            pin_seconds=pin_seconds,
             arrival=self._clock.now(),
             grammar=self._grammar(params.structured_outputs),
         )
@@ -123,6 +129,30 @@ class Engine:
                 "structured output needs a tokenizer, which this model lacks", param="structured_outputs"
             )
         return self.grammars.compile(wish)
+
+    def _check_pin(self, num_prompt: int, pin_seconds: float) -> None:
+        """RequestError if the prompt's prefix can never be pinned."""
+        num_full, limits = num_prompt // self.config.block_size, self.scheduler.tables.retention
+        most = limits.max_pinned if limits.quota is None else min(limits.max_pinned, limits.quota)
+        problem = None
+        if not (0 < pin_seconds <= MAX_PIN_SECONDS):
+            problem = f"must be a number of seconds above 0 and at most {MAX_PIN_SECONDS}"
+        elif not self.config.enable_prefix_caching:
+            problem = "needs the prefix cache, which is off"
+        elif num_full == 0:
+            problem = f"needs a prompt of at least one KV block ({self.config.block_size} tokens)"
+        elif num_full > most:
+            problem = f"would take {num_full} KV blocks, but pins may hold {most} of {self.config.num_blocks}"
+        if problem is not None:
+            raise RequestError(f"cache_pin {problem}", param="cache_pin", code="invalid_value")
+
+    def cache_report(self, tenant: str | None = None, limit: int = 100) -> dict[str, Any]:
+        """What the prefix cache holds, as trees, and what is pinned: of one tenant, or all (kv/trees.py)."""
+        return cache_trees(self.scheduler.tables, self._clock.now(), tenant=tenant, limit=limit)
+
+    def unpin(self, pin_id: str, tenant: str | None = None) -> bool:
+        """Release a pin; False if there is none such (of this tenant)."""
+        return self.scheduler.tables.retention.unpin(pin_id, tenant)
 
     def _check_fits(self, num_prompt: int, max_tokens: int, params: SamplingParams) -> None:
         check_fits(num_prompt, max_tokens, self.config.num_blocks, self.config.block_size, params.num_sequences)

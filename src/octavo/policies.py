@@ -85,6 +85,12 @@ class Preemption:
             return min(later, key=self._cost)
         return seq if seq is not running[0] else running[-1]
 
+    def must_stay(self, seq: Sequence, running: ListLike[Sequence]) -> bool:
+        """Has nobody to take blocks from, and must not give way itself: the first in line, or a safe one."""
+        if seq is not running[0] and not self.is_safe(seq):
+            return False
+        return not any(s.order > seq.order and not self.is_safe(s) for s in running)
+
     def _cost(self, seq: Sequence) -> tuple[bool, int, int, float, int, int]:
         rank, serial, index = seq.order
         level = -seq.request.priority if self._by_priority else 0
@@ -107,7 +113,8 @@ class Preemption:
         guarded = [s for s in running if s.order <= last]
         if seq.order > last or not guarded:
             return True
-        return sum(map(self._most_blocks, [*guarded, seq])) <= self._tables.pool.num_blocks
+        num_blocks = self._tables.pool.num_blocks - self._tables.retention.num_pinned
+        return sum(map(self._most_blocks, [*guarded, seq])) <= num_blocks
 
     def _most_blocks(self, seq: Sequence) -> int:
         """Blocks at its greatest length, as if it shared none; the last token needs no KV."""

@@ -197,6 +197,7 @@ class Request:
     cache_salt: str = ""
     tenant: str = ""  # whose request it is, for explanations and quotas; the cache goes by the salt alone
     priority: int = 0
+    pin_seconds: float | None = None  # keep the prompt's full blocks cached for so long
     arrival: float = 0.0
     grammar: Grammar | None = None
 

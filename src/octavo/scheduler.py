@@ -85,7 +85,11 @@ class Scheduler:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.tables = BlockTables(
-            config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+            config.num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            max_pinned=int(config.num_blocks * config.cache_pin_limit),
+            quota=None if config.tenant_cache_quota >= 1 else int(config.num_blocks * config.tenant_cache_quota),
         )
         self.counters = Counters()
         self.observer: Observer | None = None
@@ -167,6 +171,7 @@ class Scheduler:
         """The next step. `now` in seconds of the clock that also stamped the arrivals."""
         assert not self._in_flight, "plan() before the previous plan was committed"
         draft = _Draft(self.config.max_num_batched_tokens)
+        self.tables.retention.tick(now)
         self._plan_running(draft)
         self._admit(draft, now)
         assert draft.rows or not (self.running or self.waiting), "work is waiting, but nothing was planned"
@@ -198,6 +203,8 @@ class Scheduler:
             return
         tables = self.tables
         while tables.num_missing(seq, end) > tables.pool.num_free:
+            if self._preemption.must_stay(seq, self.running) and tables.retention.yield_one():
+                continue
             victim = self._preemption.choose_victim(self.running, seq)
             self._preempt(victim, draft)
             if victim is seq:
@@ -240,6 +247,8 @@ class Scheduler:
             reserved = (num_riding, num_reserved)
             reason = self._obstacle(seq, hits, reserved)
             if reason is not None and not self._displace_for(seq, hits, reserved, draft):
+                if not self.running and self.tables.retention.yield_one():
+                    continue  # pins never make the only one wait
                 break
             self.waiting.pop(num_riding)
             seq.status = _RUNNING
@@ -410,7 +419,11 @@ class Scheduler:
         if self.observer is not None:
             self.observer.step_committed()
         if not self.running and not self.waiting:
-            assert self.tables.pool.num_used == 0 and not self.requests and self._num_live == 0
+            assert (
+                self.tables.pool.num_used == self.tables.retention.num_pinned
+                and not self.requests
+                and self._num_live == 0
+            )
         return self.take_pending() + events
 
     def take_pending(self) -> list[OutputEvent]:
@@ -434,6 +447,7 @@ class Scheduler:
         self.tables.register(seq)
         if row.start < seq.num_prompt <= end:
             self.tables.register_tail(seq)
+            self.tables.retention.pin(seq)
         scores = out.scores
         if row.score_ids:  # a recomputed row may score again what was already reported
             scores = scores[max(0, seq.prompt_logprobs_done - row.start) :]

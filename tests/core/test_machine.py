@@ -54,8 +54,11 @@ class EngineMachine(RuleBasedStateMachine):
         admission=st.sampled_from(["greedy", "foresight"]),
         max_preemptions=st.sampled_from([1, 2, 100]),
         cap=st.sampled_from([0, 0, 2, 7]),
+        retention=st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.3, 1.0, 1.0])),
     )
-    def start(self, num_blocks, max_num_seqs, budget, caching, policy, admission, max_preemptions, cap):
+    def start(
+        self, num_blocks, max_num_seqs, budget, caching, policy, admission, max_preemptions, cap, pin_limit, quota
+    ):
         self.driver = Driver(
             backend(),
             num_blocks=num_blocks,
@@ -66,6 +69,8 @@ class EngineMachine(RuleBasedStateMachine):
             admission=admission,
             max_preemptions=max_preemptions,
             long_prefill_token_threshold=cap,
+            cache_pin_limit=retention[0],
+            tenant_cache_quota=retention[1],
             max_num_waiting=6,
         )
         self.asked = {}  # request id -> arguments of solo()
@@ -77,13 +82,17 @@ class EngineMachine(RuleBasedStateMachine):
         kind=st.integers(0, len(PARAMS) - 1),
         salt=st.sampled_from(["", "", "a"]),
         priority=st.integers(-1, 1),
+        pin=st.sampled_from([None, None, 3.0, 9.0]),
     )
-    def add(self, num_tokens, family, kind, salt, priority):
+    def add(self, num_tokens, family, kind, salt, priority, pin):
         num_blocks = self.driver.engine.config.num_blocks
+        retention = self.driver.engine.scheduler.tables.retention
+        most = retention.max_pinned if retention.quota is None else min(retention.max_pinned, retention.quota)
+        if not (1 <= num_tokens // 4 <= most and self.driver.engine.config.enable_prefix_caching):
+            pin = None
+        options = {"cache_salt": salt, "tenant": salt, "priority": priority, "pin_seconds": pin}
         try:
-            request_id = self.driver.add(
-                make_prompt(num_tokens, family), PARAMS[kind], eos_token_ids=EOS, cache_salt=salt, priority=priority
-            )
+            request_id = self.driver.add(make_prompt(num_tokens, family), PARAMS[kind], eos_token_ids=EOS, **options)
         except NeverFitsError:
             with pytest.raises(NeverFitsError):
                 check_fits(num_tokens, PARAMS[kind].max_tokens, num_blocks, 4, PARAMS[kind].n)
@@ -115,6 +124,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def preempt(self):
         preempt_last(self.driver.engine)
+
+    @rule(seconds=st.sampled_from([1.0, 5.0]))
+    def time_goes_on(self, seconds):
+        self.driver.engine._clock.advance(seconds)
 
     @rule()
     def evict(self):

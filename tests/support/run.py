@@ -102,7 +102,9 @@ def check_books(engine: Engine) -> None:
     """Invariants that hold between any two steps."""
     scheduler = engine.scheduler
     pool = scheduler.tables.pool
-    pool.check(seq.block_ids for seq in scheduler.running)
+    pins = scheduler.tables.retention.pins.values()
+    pool.check([*(seq.block_ids for seq in scheduler.running), *(pin.block_ids for pin in pins)])
+    assert scheduler.tables.retention.num_pinned <= scheduler.tables.retention.max_pinned
     assert pool.num_free + pool.num_used == pool.num_blocks
     live = [seq for samples in scheduler.requests.values() for seq in samples if not seq.finished]
     assert sorted(map(id, live)) == sorted(map(id, [*scheduler.running, *scheduler.waiting]))
@@ -122,7 +124,7 @@ def check_idle(engine: Engine) -> None:
     """Nothing is left of requests that are gone."""
     scheduler = engine.scheduler
     assert not scheduler.running and not scheduler.waiting and not scheduler.requests
-    assert scheduler.tables.pool.num_free == engine.config.num_blocks
+    assert scheduler.tables.pool.num_free == engine.config.num_blocks - scheduler.tables.retention.num_pinned
     assert not engine.has_unfinished
 
 

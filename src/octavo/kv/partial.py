@@ -59,6 +59,16 @@ class TokenIndex:
         found = self.find(parent, token_ids)
         return found is not None and found[1] == len(token_ids)
 
+    def children(self, parent: bytes) -> list[int]:
+        """Blocks that go on after `parent`."""
+        return [block_id for _, block_id in self._children.get(parent, ())]
+
+    def parents(self) -> list[bytes]:
+        return list(self._children)
+
+    def num_tokens_of(self, block_id: int) -> int:
+        return len(self._entry_of[block_id][1]) // 4
+
     def clear(self) -> None:
         self._children.clear()
         self._entry_of.clear()

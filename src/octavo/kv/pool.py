@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from octavo.kv.prefix import PrefixCache
 
@@ -26,6 +26,8 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.cache = cache
+        self.on_free: Callable[[int], None] | None = None  # hears when a cached block joins the free list ...
+        self.on_take: Callable[[int], None] | None = None  # ... and when a block leaves it
         self.reset()
 
     def reset(self) -> None:
@@ -44,11 +46,26 @@ class BlockPool:
     def allocate(self) -> int:
         """Take the cheapest free block, with reference count 1; its old content stops being findable."""
         assert self.num_free > 0, "allocate() from an empty pool"
-        block_id = self._next[self.num_blocks]
+        block_id = self._leaf_of(self._next[self.num_blocks])
         self._unlink(block_id)
         self.cache.forget(block_id)
         self.ref_counts[block_id] = 1
         return block_id
+
+    def _leaf_of(self, block_id: int) -> int:
+        """A free block at the end of what goes on from this one, usually itself: leaves go before roots."""
+        while True:
+            free = next((b for b in self.cache.children(block_id) if self.ref_counts[b] == 0), None)
+            if free is None:
+                return block_id
+            block_id = free
+
+    def give_up(self, block_id: int) -> None:
+        """Forget what a free block (or, rather, a leaf of it) holds, and hand it out next."""
+        block_id = self._leaf_of(block_id)
+        self._unlink(block_id)
+        self.cache.forget(block_id)
+        self._link(block_id, at_tail=False)
 
     def retain(self, block_ids: Sequence[int]) -> None:
         """Add a reference to blocks that the prefix cache found, whether in use or free."""
@@ -68,7 +85,10 @@ class BlockPool:
             assert count >= 0, f"block {block_id} released more often than retained"
             self.ref_counts[block_id] = count
             if count == 0:
-                self._link(block_id, at_tail=block_id in self.cache)
+                cached = block_id in self.cache
+                self._link(block_id, at_tail=cached)
+                if cached and self.on_free is not None:
+                    self.on_free(block_id)
 
     def num_free_of(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks are free now, that is, would leave the free list on `retain`."""
@@ -103,6 +123,8 @@ class BlockPool:
         self._next[before] = after
         self._prev[after] = before
         self.num_free -= 1
+        if self.on_take is not None:
+            self.on_take(block_id)
 
     def _link(self, block_id: int, *, at_tail: bool) -> None:
         anchor = self.num_blocks

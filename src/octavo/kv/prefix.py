@@ -95,6 +95,28 @@ class PrefixCache:
             if self.on_forget is not None:
                 self.on_forget(digest)
 
+    def digest_of(self, block_id: int) -> bytes | None:
+        """Hash of the full block that is cached here, b"" for a partly filled one, None for nothing."""
+        return self._hash_of.get(block_id, b"" if block_id in self.tokens else None)
+
+    def children(self, block_id: int) -> list[int]:
+        """Cached blocks whose text goes on from that of this one."""
+        digest = self._hash_of.get(block_id)
+        return [] if digest is None else self.tokens.children(digest)
+
+    def roots(self) -> list[int]:
+        """Cached blocks that go on from none that is cached: first blocks of prompts."""
+        return [
+            b for parent in self.tokens.parents() if parent not in self._block_of for b in self.tokens.children(parent)
+        ]
+
+    def num_tokens_of(self, block_id: int) -> int:
+        return self.tokens.num_tokens_of(block_id)
+
+    def name_of(self, block_id: int) -> str:
+        """For people: the same while the content is cached."""
+        return (self._hash_of.get(block_id) or b"").hex()[:16] or f"tail-{block_id}"
+
     def clear(self) -> None:
         if self.on_forget is not None:
             for digest in self._block_of:

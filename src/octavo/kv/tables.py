@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from octavo.kv.pool import BlockPool
 from octavo.kv.prefix import PrefixCache, extend_block_hashes, root_hash
+from octavo.kv.retention import Retention
 from octavo.kv.sizing import blocks_for
 from octavo.request import Sequence
 
@@ -33,10 +34,19 @@ class BlockTables:
     last block of a table can be written to, so one copy per sequence and step is enough.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        max_pinned: int = 0,
+        quota: int | None = None,
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks, PrefixCache())
+        self.retention = Retention(self.pool, block_size, max_pinned, quota)
         self._copies: list[tuple[int, int]] = []
 
     def num_missing(self, seq: Sequence, num_tokens: int) -> int:
@@ -98,6 +108,7 @@ class BlockTables:
         """Start `seq` on what `find_hits` returned; the pool must have a block for the copy."""
         assert not seq.block_ids and seq.num_computed == 0
         self.pool.retain(hits.block_ids)
+        self.retention.hit([*hits.block_ids, *([] if hits.partial is None else [hits.partial])])
         seq.block_ids = list(hits.block_ids)
         seq.num_registered = len(seq.block_ids)
         if hits.partial is not None:
@@ -144,10 +155,13 @@ class BlockTables:
         if num_full > len(seq.block_hashes):
             self._extend_hashes(seq, num_full)
         for i in range(seq.num_registered, num_full):
-            start = i * self.block_size
-            token_ids = seq.token_ids[start : start + self.block_size]
-            self.pool.cache.register(seq.block_hashes[i], seq.block_ids[i], self._parent(seq, i), token_ids)
+            self._register(seq, i)
         seq.num_registered = num_full
+
+    def _register(self, seq: Sequence, i: int) -> None:
+        token_ids = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+        self.pool.cache.register(seq.block_hashes[i], seq.block_ids[i], self._parent(seq, i), token_ids)
+        self.retention.registered(seq.block_ids[i], seq.block_hashes[i], seq.request.tenant)
 
     def register_tail(self, seq: Sequence) -> None:
         """Make the tokens in the last, partly written block findable. After `register`."""
@@ -155,6 +169,7 @@ class BlockTables:
         token_ids = seq.token_ids[full * self.block_size : seq.num_computed]
         if token_ids and self.enable_prefix_caching:
             self.pool.cache.register_tail(self._parent(seq, full), token_ids, seq.block_ids[full])
+            self.retention.registered(seq.block_ids[full], b"", seq.request.tenant)
 
     def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that would become free if all these sequences gave theirs back."""
@@ -167,15 +182,23 @@ class BlockTables:
             for block_id in seq.block_ids:
                 self.pool.cache.forget(block_id)
         else:
+            self._restore(seq)
             self.register_tail(seq)
         self.pool.release(seq.block_ids)
         self._clear(seq)
+
+    def _restore(self, seq: Sequence) -> None:
+        """Make blocks findable whose equals were, until they were evicted: a leaf without its root is of no use."""
+        for i in range(min(seq.num_registered, len(seq.block_hashes)) if self.enable_prefix_caching else 0):
+            if not self.pool.cache.find(seq.block_hashes[i : i + 1], 1):
+                self._register(seq, i)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Take everything back by force, whatever the books say: after a fault of the backend."""
         for seq in sequences:
             self._clear(seq)
         self._copies.clear()
+        self.retention.clear()
         self.pool.reset()
 
     def _clear(self, seq: Sequence) -> None:
