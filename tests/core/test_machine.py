@@ -56,9 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         cap=st.sampled_from([0, 0, 2, 7]),
         retention=st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.3, 1.0, 1.0])),
     )
-    def start(
-        self, num_blocks, max_num_seqs, budget, caching, policy, admission, max_preemptions, cap, pin_limit, quota
-    ):
+    def start(self, num_blocks, max_num_seqs, budget, caching, policy, admission, max_preemptions, cap, retention):
         self.driver = Driver(
             backend(),
             num_blocks=num_blocks,
