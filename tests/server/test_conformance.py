@@ -37,7 +37,6 @@ REFUSED: dict[str, Any] = {
     "mcp_servers": [{"url": "x"}],
     "modalities": ["audio"],
     "moderation": {"a": 1},
-    "output_config": {"effort": "high"},
     "prediction": {"type": "content"},
     "previous_response_id": "resp_1",
     "prompt": {"id": "p"},

@@ -112,6 +112,17 @@ def test_tool_history_is_read(live: LiveServer) -> None:
     assert client_of(live).messages.count_tokens(model=MODEL, messages=messages).input_tokens == counted
 
 
+def test_structured_output(live: LiveServer) -> None:
+    """The script says "aaa": the schema leaves only one way to say it."""
+    live.chat_script("Say a", ["a", "a"])
+    wanted: Any = {"format": {"type": "json_schema", "schema": {"enum": ["aaa"]}}}
+    create = client_of(live).messages.create
+    message = create(model=MODEL, max_tokens=20, messages=user("Say a"), output_config=wanted)
+    assert (message.content[0].to_dict()["text"], message.stop_reason) == ('"aaa"', "end_turn")
+    with pytest.raises(anthropic.BadRequestError, match="output_config"):
+        create(model=MODEL, max_tokens=20, messages=user("a"), output_config={"format": {"type": "json_schema"}})  # type: ignore[typeddict-item]
+
+
 def test_explained(live: LiveServer) -> None:
     body = {"messages": user("a"), "max_tokens": 1, "explain": True}
     assert live.post("/v1/messages", body).json()["octavo"]["prompts"]

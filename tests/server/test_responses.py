@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from openai.types.responses import Response, ResponseOutputMessage, ResponseOutputText
 from support.live_server import MODEL, LiveServer
@@ -115,6 +116,25 @@ def test_logprobs(live: LiveServer) -> None:
     entries = text_of(response).logprobs
     assert entries is not None and [e.token for e in entries] == ["Hello", " red", END]
     assert all(len(e.top_logprobs) == 2 and e.logprob > -1e-6 for e in entries)
+
+
+class Answer(pydantic.BaseModel):
+    a: Literal["aaa"]
+
+
+def test_structured_output(live: LiveServer) -> None:
+    """The script says "aaa": the schema leaves only one way to say it."""
+    live.chat_script("Say a", ["a", "a"])
+    parsed = live.openai.responses.parse(model=MODEL, input="Say a", temperature=0, text_format=Answer)
+    assert parsed.output_parsed == Answer(a="aaa") and parsed.status == "completed"
+    text = live.openai.responses.create(
+        model=MODEL, input="Say a", temperature=0, text={"format": {"type": "json_object"}}, max_output_tokens=1
+    )
+    assert (text.output_text, text.status) == ("{", "incomplete")
+    with pytest.raises(openai.BadRequestError, match="text"):
+        live.openai.responses.create(
+            model=MODEL, input="a", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "odd"}}}
+        )
 
 
 def test_explained(live: LiveServer) -> None:
