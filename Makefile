@@ -15,11 +15,12 @@ CPPS := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 PYS  := $(shell find src -name '*.py' -o -path 'src/octavo/server/ui/*' -type f)
 SAY  := @printf '==> %s\n'
 
-.PHONY: help serve test check format bench wheel clean
+.PHONY: help serve test soak check format bench wheel clean
 
 help:
 	@echo 'make serve   install Octavo into $(VENV) and serve $(MODEL) on http://$(HOST):$(PORT)'
 	@echo 'make test    run all tests (installs the test tools, torch for CPU among them)'
+	@echo 'make soak    random clients and engine kills for ten minutes (SOAK_SECONDS, SOAK_SEED, SOAK_MODEL)'
 	@echo 'make check   lint, formatting and types: ruff, mypy, clang-format'
 	@echo 'make format  format Python and C++'
 	@echo 'make bench   64 sequences of 128 + 128 tokens, offline'
@@ -47,6 +48,9 @@ check: $(VENV)/.installed $(VENV)/.dev
 format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix --quiet src tests bench; $(BIN)/ruff format --quiet src tests bench
 	@$(BIN)/clang-format -i $(CPPS)
+
+soak: $(VENV)/.installed $(VENV)/.test
+	@SOAK_SECONDS=$${SOAK_SECONDS:-600} $(BIN)/python -m pytest tests/server/test_soak.py -s $(ARGS)
 
 bench: $(VENV)/.installed
 	@$(BIN)/octavo bench offline $(MODEL) --num-prompts 64 --input-len 128 --output-len 128 $(ARGS)

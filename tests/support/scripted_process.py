@@ -61,9 +61,10 @@ class DeadlyModel(HashBackend):
     """
 
     directory: Path = Path()
+    delay: float = STEP_SECONDS
 
     def execute(self, plan: StepPlan) -> StepResult:
-        time.sleep(STEP_SECONDS)
+        time.sleep(self.delay)
         for row in plan.rows:
             spec = row.sample
             if spec is not None and len(spec.token_ids) - spec.num_prompt == 2:
@@ -95,6 +96,18 @@ def deadly(model: str, options: EngineOptions, *, progress: Any = None) -> FakeA
         vocab_size=Tokenizer.from_directory(directory).vocab_size, directory=directory, keep_trace=False
     )
     config = EngineConfig(max_model_len=options.max_model_len or 512, num_blocks=512)
+    return FakeAssembly(Engine(config, backend), FakeModel(directory), config, ["Weights: none"])
+
+
+def crowded(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+    """Like `deadly`, but quick, and with so few blocks that sequences are preempted all the time."""
+    directory = Path(model)
+    backend = DeadlyModel(
+        vocab_size=Tokenizer.from_directory(directory).vocab_size, directory=directory, keep_trace=False, delay=0.001
+    )
+    config = EngineConfig(
+        max_model_len=options.max_model_len or 512, num_blocks=96, max_num_seqs=12, max_num_batched_tokens=64
+    )
     return FakeAssembly(Engine(config, backend), FakeModel(directory), config, ["Weights: none"])
 
 

@@ -192,4 +192,5 @@ async def metrics(request: Request, state: ServerState) -> Response:
     stats = None
     with contextlib.suppress(EngineError):
         stats = await state.client.stats()
-    return Response(state.metrics.render(stats, num_restarts=state.client.num_restarts), media_type=CONTENT_TYPE)
+    text = state.metrics.render(stats, num_restarts=state.client.num_restarts, num_in_flight=state.num_in_flight)
+    return Response(text, media_type=CONTENT_TYPE)

@@ -105,9 +105,10 @@ class ServerMetrics:
     def responded(self, status: int) -> None:
         self._responses.labels(str(status), self._model_name).inc()
 
-    def render(self, engine_stats: dict[str, Any] | None, *, num_restarts: int = 0) -> bytes:
+    def render(self, engine_stats: dict[str, Any] | None, *, num_restarts: int = 0, num_in_flight: int = 0) -> bytes:
         """Prometheus text format 0.0.4. With no stats (engine down) the engine's last known values stay."""
         self._engine.num_restarts = num_restarts
+        self._engine.num_in_flight = num_in_flight
         if engine_stats is not None:
             self._engine.stats = engine_stats
         if not self._aliases:
@@ -185,12 +186,18 @@ class _EngineCollector:
         self._model_name = model_name
         self.stats: dict[str, Any] = {}
         self.num_restarts = 0
+        self.num_in_flight = 0
 
     def collect(self) -> Iterable[Metric]:
         stats, labels = self.stats, ("model_name",)
         restarts = CounterMetricFamily("octavo_engine_restarts", "Engine processes started anew.", labels=labels)
         restarts.add_metric([self._model_name], self.num_restarts)
         yield restarts
+        in_flight = GaugeMetricFamily(
+            "octavo_http_requests_in_flight", "Generation requests that are being answered.", labels=labels
+        )
+        in_flight.add_metric([self._model_name], self.num_in_flight)
+        yield in_flight
         for key, name, text in _GAUGES:
             if key in stats:
                 gauge = GaugeMetricFamily(name, text, labels=labels)
