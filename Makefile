@@ -15,12 +15,13 @@ CPPS := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 PYS  := $(shell find src -name '*.py' -o -path 'src/octavo/server/ui/*' -type f)
 SAY  := @printf '==> %s\n'
 
-.PHONY: help serve test soak check format bench wheel clean
+.PHONY: help serve test soak fuzz check format bench wheel clean
 
 help:
 	@echo 'make serve   install Octavo into $(VENV) and serve $(MODEL) on http://$(HOST):$(PORT)'
 	@echo 'make test    run all tests (installs the test tools, torch for CPU among them)'
 	@echo 'make soak    random clients and engine kills for ten minutes (SOAK_SECONDS, SOAK_SEED, SOAK_MODEL)'
+	@echo 'make fuzz    coverage-guided fuzzing of the readers of files and bodies (FUZZ_SECONDS each)'
 	@echo 'make check   lint, formatting and types: ruff, mypy, clang-format'
 	@echo 'make format  format Python and C++'
 	@echo 'make bench   64 sequences of 128 + 128 tokens, offline'
@@ -51,6 +52,13 @@ format: $(VENV)/.dev
 
 soak: $(VENV)/.installed $(VENV)/.test
 	@SOAK_SECONDS=$${SOAK_SECONDS:-600} $(BIN)/python -m pytest tests/server/test_soak.py -s $(ARGS)
+
+fuzz: $(VENV)/.installed $(VENV)/.test
+	@$(PIP) install $$($(BIN)/python .ci/extras.py fuzz)
+	@for target in gguf safetensors model bodies; do \
+	  echo "==> $$target"; \
+	  $(BIN)/python tests/fuzz/fuzz.py $$target -max_total_time=$${FUZZ_SECONDS:-60} -print_final_stats=1 $(ARGS) || exit 1; \
+	done
 
 bench: $(VENV)/.installed
 	@$(BIN)/octavo bench offline $(MODEL) --num-prompts 64 --input-len 128 --output-len 128 $(ARGS)

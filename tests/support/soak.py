@@ -78,6 +78,7 @@ class Soak:
         self.url = f"http://127.0.0.1:{served.port}"
         self._expected: list[Any] = []
         self._until = 0.0
+        self._kills_wanted = 0
 
     # ------------------------------------------------------------------ running
 
@@ -88,6 +89,7 @@ class Soak:
                 assert answer.status_code == 200, answer.text
                 self._expected.append(visible(path, answer.json()))
         self._until = time.monotonic() + seconds
+        self._kills_wanted = 2 if kill_every is not None else 0
         async with asyncio.TaskGroup() as group:
             for number in range(num_clients):
                 group.create_task(self._client(random.Random(self.rng.random() + number)))
@@ -99,22 +101,35 @@ class Soak:
         behaviours = (self._whole, self._stream, self._slow, self._leave, self._half, self._garbage, self._deaf)
         weights = (5, 5, 1, 2, 1, 2, 1)
         async with httpx.AsyncClient(timeout=ANSWER_SECONDS) as http:
-            while time.monotonic() < self._until:
+            while not self._over:
                 (behave,) = rng.choices(behaviours, weights)
                 await behave(rng, http)
                 self.report[behave.__name__.strip("_")] += 1
 
     async def _watch(self) -> None:
-        while time.monotonic() < self._until:
+        while not self._over:
             self.rss.append((time.monotonic(), self.rss_now()))
             await asyncio.sleep(0.5)
 
     async def _kill(self, seconds: float) -> None:
-        while time.monotonic() + seconds < self._until:
+        """Not faster than answers come, so that a slow machine gets somewhere too."""
+        while not self._over:
+            answered = self._num_answered
             await asyncio.sleep(seconds * self.rng.uniform(0.7, 1.3))
+            while self._num_answered < answered + 10 and not self._over:
+                await asyncio.sleep(0.05)
             for child in self.served.children():
                 os.kill(child, signal.SIGKILL)
                 self.report["kill"] += 1
+
+    @property
+    def _num_answered(self) -> int:
+        return sum(self.report[name] for name in ("whole", "stream", "slow"))
+
+    @property
+    def _over(self) -> bool:
+        """The time is up, and the engine was killed often enough."""
+        return time.monotonic() >= self._until and self.report["kill"] >= self._kills_wanted
 
     # ------------------------------------------------------------------ clients
 
