@@ -181,6 +181,34 @@ class RequestStory(msgspec.Struct):
     prompts: list[dict[str, Any]]
 
 
+class CachePin(msgspec.Struct):
+    object: Literal["cache.pin"]
+    id: str
+    owner: str
+    num_tokens: int
+    age_seconds: float
+    expires_in_seconds: float
+
+
+class CachePinDeleted(msgspec.Struct):
+    object: Literal["cache.pin"]
+    id: str
+    deleted: bool
+
+
+class CacheReport(msgspec.Struct):
+    object: Literal["cache"]
+    block_size: int
+    num_blocks: int
+    num_cached_blocks: int
+    num_pinned_blocks: int
+    max_pinned_blocks: int
+    tenant_quota_blocks: int | None
+    num_trees: int
+    trees: list[dict[str, Any]]
+    pins: list[dict[str, Any]]
+
+
 class KeyUsage(msgspec.Struct):
     object: Literal["usage"]
     key: str

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 import octavo
 from octavo.errors import EngineError, OctavoError
+from octavo.server.cache_routes import create_pin, delete_pin, list_cache
 from octavo.server.chat import create_chat_completion
 from octavo.server.client import EngineClient
 from octavo.server.completions import create_completion
@@ -73,6 +74,9 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             Route("/v1/models", _guard(list_models), methods=["GET"]),
             Route("/v1/models/{model:path}", _guard(get_model), methods=["GET"]),
             Route("/v1/usage", _guard(get_usage), methods=["GET"]),
+            Route("/v1/cache", _guard(list_cache), methods=["GET"]),
+            Route("/v1/cache/pins", _guard(create_pin), methods=["POST"]),
+            Route("/v1/cache/pins/{id}", _guard(delete_pin), methods=["DELETE"]),
             Route("/v1/requests/{id:path}", _guard(get_request), methods=["GET"]),
             Route("/openapi.json", _guard(openapi), methods=["GET"]),
             Route("/docs", _guard(docs_page), methods=["GET"]),

@@ -22,6 +22,7 @@ from octavo.server.wire import (
     Explained,
     Failed,
     FinishSequence,
+    GetCache,
     GetStats,
     Message,
     Refused,
@@ -29,6 +30,8 @@ from octavo.server.wire import (
     Stats,
     Submit,
     SubmitSpec,
+    Told,
+    Unpin,
     from_wire,
 )
 
@@ -133,6 +136,12 @@ class EngineClient(Protocol):
         """What happened to live or recent requests (octavo.explain); None for unknown ones. Raises EngineError."""
         ...
 
+    async def cache_report(self, tenant: str | None, limit: int) -> dict[str, Any]:
+        """Engine.cache_report. Raises EngineError."""
+        ...
+
+    async def unpin(self, pin_id: str, tenant: str | None) -> bool: ...
+
     def fail_all(self, error: OctavoError) -> None:
         """End every request in flight with `error`."""
         ...
@@ -215,6 +224,14 @@ class BaseEngineClient:
         stories: list[dict[str, Any] | None] = await self._ask(lambda ticket: Explain(ticket, list(request_ids)))
         return stories
 
+    async def cache_report(self, tenant: str | None, limit: int) -> dict[str, Any]:
+        report: dict[str, Any] = await self._ask(lambda ticket: GetCache(ticket, tenant, limit))
+        return report
+
+    async def unpin(self, pin_id: str, tenant: str | None) -> bool:
+        done: bool = await self._ask(lambda ticket: Unpin(ticket, pin_id, tenant))
+        return done
+
     async def _ask(self, make: Callable[[int], Command], handle: RequestHandle | None = None) -> Any:
         if self._failure is not None:
             raise EngineError(str(self._failure))
@@ -249,6 +266,8 @@ class BaseEngineClient:
             self._answer(message.ticket, from_wire(message.error))
         elif isinstance(message, Stats):
             self._answer(message.ticket, message.values)
+        elif isinstance(message, Told):
+            self._answer(message.ticket, message.value)
         elif isinstance(message, Explained):
             self._answer(message.ticket, message.stories)
         elif isinstance(message, Failed):

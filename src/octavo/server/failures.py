@@ -40,6 +40,27 @@ class NoKeysError(RequestError):
         super().__init__("this server has no keys, so it counts no usage", code="no_keys")
 
 
+class PinUnknownError(RequestError):
+    """DELETE of a pin that is not there, or belongs to another tenant."""
+
+    status = 404
+
+    def __init__(self) -> None:
+        super().__init__("no such pin; see GET /v1/cache", param="id", code="pin_not_found")
+
+
+class PinLimitError(RequestError):
+    """The prompt was computed, but pins hold as much as they may."""
+
+    status = 409
+
+    def __init__(self, num_pinned: int, max_pinned: int) -> None:
+        super().__init__(
+            f"pins hold {num_pinned} of at most {max_pinned} KV blocks, or all of the quota; delete one first",
+            code="pin_limit",
+        )
+
+
 class BodyTooLargeError(RequestError):
     """The request body exceeds --max-body-size."""
 

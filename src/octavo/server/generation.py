@@ -78,6 +78,7 @@ class Generation:
         cache_salt: str = "",
         tenant: str = "",
         priority: int = 0,
+        pin_seconds: float | None = None,
         param: str = "prompt",
     ) -> None:
         """`param` is what the client calls the prompt: refusals name it."""
@@ -89,6 +90,7 @@ class Generation:
         self.params = params
         self.cache_salt = cache_salt
         self.tenant = tenant
+        self.pin_seconds = pin_seconds
         self._priority = priority
         self._arrival = time.perf_counter()
         self._handle: RequestHandle | None = None
@@ -116,6 +118,7 @@ class Generation:
                 eos_token_ids=eos,
                 cache_salt=self.cache_salt,
                 tenant=self.tenant,
+                pin_seconds=self.pin_seconds,
                 priority=self._priority,
             )
             for request_id, prompt in zip(self._first_choice, self.prompts, strict=True)

@@ -119,6 +119,7 @@ def make_generation(state: ServerState, prompts: list[Prompt], parsed: Parsed[An
         parsed.params,
         cache_salt=parsed.body.cache_salt or "",
         priority=parsed.body.priority or 0,
+        pin_seconds=parsed.body.cache_pin,
         param=param,
     )
 

@@ -19,12 +19,15 @@ from octavo.server.wire import (
     Failed,
     FinishSequence,
     GenerationError,
+    GetCache,
     GetStats,
     Message,
     Refused,
     Shutdown,
     Stats,
     Submit,
+    Told,
+    Unpin,
     to_wire,
 )
 
@@ -99,6 +102,10 @@ class EngineLoop:
         elif isinstance(command, GetStats):
             values = _plain(self._engine.stats()) | {"step": self._measured.totals()}
             self._emit(Stats(command.ticket, values))
+        elif isinstance(command, GetCache):
+            self._emit(Told(command.ticket, self._engine.cache_report(command.tenant, command.limit)))
+        elif isinstance(command, Unpin):
+            self._emit(Told(command.ticket, self._engine.unpin(command.pin_id, command.tenant)))
         elif isinstance(command, Explain):
             self._emit(Explained(command.ticket, [self._engine.explain(i) for i in command.request_ids]))
         elif isinstance(command, Shutdown):
@@ -117,6 +124,7 @@ class EngineLoop:
                     cache_salt=spec.cache_salt,
                     tenant=spec.tenant,
                     priority=spec.priority,
+                    pin_seconds=spec.pin_seconds,
                 )
                 for spec in command.specs
             ]

@@ -15,6 +15,7 @@ from starlette.responses import Response
 import octavo
 from octavo.request import MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MAX_STOP_STRINGS
 from octavo.server import answers
+from octavo.server.cache_routes import PinBody
 from octavo.server.embeddings import EmbeddingsBody
 from octavo.server.failures import json_response
 from octavo.server.messages import CountTokensBody, MessagesBody
@@ -37,9 +38,12 @@ class Operation:
     required: tuple[str, ...] = ()
     streams: bool = False
     tag: str = "OpenAI"
+    deletes: bool = False
 
     @property
     def method(self) -> str:
+        if self.deletes:
+            return "delete"
         return "get" if self.body is None else "post"
 
 
@@ -114,6 +118,24 @@ OPERATIONS = (
         summary="What the key of this request has used, and its limits",
         answer=answers.KeyUsage,
         tag="Octavo",
+    ),
+    Operation(
+        path="/v1/cache", summary="What the prefix cache holds, as trees", answer=answers.CacheReport, tag="Octavo"
+    ),
+    Operation(
+        path="/v1/cache/pins",
+        summary="Keep a prompt's prefix cached",
+        body=PinBody,
+        answer=answers.CachePin,
+        required=("model", "ttl_seconds"),
+        tag="Octavo",
+    ),
+    Operation(
+        path="/v1/cache/pins/{id}",
+        summary="Let go of a pinned prefix",
+        answer=answers.CachePinDeleted,
+        tag="Octavo",
+        deletes=True,
     ),
     Operation(
         path="/v1/requests/{id}",

@@ -53,6 +53,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     explain: bool | None = None
+    cache_pin: float | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     # Beam search is not there yet; its fields are known so that the refusal can say so.

@@ -29,12 +29,14 @@ from octavo.server.wire import (
     Failed,
     FinishSequence,
     GenerationError,
+    GetCache,
     GetStats,
     Message,
     Ready,
     Refused,
     Submit,
     SubmitSpec,
+    Unpin,
     from_wire,
 )
 
@@ -181,7 +183,7 @@ class SupervisedEngineClient(BaseEngineClient):
             else:
                 self._suspects.hold(submission)
             return
-        if isinstance(command, GetStats | Explain):
+        if isinstance(command, GetStats | Explain | GetCache | Unpin):
             self._asked_at[command.ticket] = time.monotonic()
         if self._up:
             self._process.send(command)

@@ -33,6 +33,7 @@ class SubmitSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     tenant: str = ""
     priority: int = 0
+    pin_seconds: float | None = None
 
 
 class GenerationError(EngineError):
@@ -114,11 +115,27 @@ class Explain(msgspec.Struct, tag="explain", frozen=True):
     request_ids: list[str]
 
 
+class GetCache(msgspec.Struct, tag="cache", frozen=True):
+    """Answered by Told: Engine.cache_report."""
+
+    ticket: int
+    tenant: str | None
+    limit: int
+
+
+class Unpin(msgspec.Struct, tag="unpin", frozen=True):
+    """Answered by Told: was there such a pin?"""
+
+    ticket: int
+    pin_id: str
+    tenant: str | None
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
-Command = Submit | Abort | FinishSequence | GetStats | Explain | Shutdown
+Command = Submit | Abort | FinishSequence | GetStats | Explain | GetCache | Unpin | Shutdown
 
 
 # Engine to front end.
@@ -172,6 +189,13 @@ class Stats(msgspec.Struct, tag="stats_reply", frozen=True):
     values: dict[str, Any]
 
 
+class Told(msgspec.Struct, tag="told", frozen=True):
+    """The answer to GetCache and Unpin."""
+
+    ticket: int
+    value: Any
+
+
 class Explained(msgspec.Struct, tag="explained", frozen=True):
     """One entry per id asked for; None for one that is unknown or too long ago."""
 
@@ -179,4 +203,4 @@ class Explained(msgspec.Struct, tag="explained", frozen=True):
     stories: list[dict[str, Any] | None]
 
 
-Message = Progress | Ready | Failed | Admitted | Refused | Events | Stats | Explained
+Message = Progress | Ready | Failed | Admitted | Refused | Events | Stats | Explained | Told
