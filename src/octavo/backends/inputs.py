@@ -13,6 +13,8 @@ from octavo.plan import PlanRow, RowResult, SampleSpec, StepPlan, StepResult, To
 
 I32 = npt.NDArray[np.int32]
 
+NO_POOLS = (0,) * 8  # starts and lengths of prompt, output, banned and biased ids
+
 ROW_ERRORS = {1: "the model produced NaN or infinite logits", 2: "no token may be drawn: all are excluded"}
 
 
@@ -21,8 +23,8 @@ class SampleArrays:
     """One entry per row of logits; the columns of `ints` are those of SampleColumn in csrc/bind.cpp."""
 
     output_tokens: list[int] = field(default_factory=list)
-    floats: list[tuple[float, ...]] = field(default_factory=list)
-    ints: list[tuple[int, ...]] = field(default_factory=list)
+    floats: list[float] = field(default_factory=list)  # flat: numpy reads one long list faster than many tuples
+    ints: list[int] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     bias_values: list[float] = field(default_factory=list)
@@ -32,36 +34,39 @@ class SampleArrays:
     def add_score(self, token: int, target: int, num_top: int) -> None:
         """Ask for the log-probability of `target` after token number `token` of the step."""
         self.output_tokens.append(token)
-        self.floats.append((1.0, 1.0, 0.0, 0.0, 0.0, 1.0))
-        self.ints.append((0, 0, 0, num_top, 0, target, 0, 0, 0, 0, 0, 0, 0, 0))
+        self.floats += (1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+        self.ints += (0, 0, 0, num_top, 0, target, 0, 0, 0, 0, 0, 0, 0, 0)
         self.mask_rows.append(-1)
         self.seeds.append(0)
 
     def add_sample(self, token: int, spec: SampleSpec) -> None:
         p = spec.params
         self.output_tokens.append(token)
-        self.floats.append(
-            (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+        self.floats += (
+            p.temperature,
+            p.top_p,
+            p.min_p,
+            p.presence_penalty,
+            p.frequency_penalty,
+            p.repetition_penalty,
         )
-        prompt: list[int] = []
-        output: list[int] = []
-        if p.has_penalties:
-            prompt, output = spec.token_ids[: spec.num_prompt], spec.token_ids[spec.num_prompt :]
-        num_logprobs = -1 if p.num_logprobs is None else p.num_logprobs
-        self.ints.append(
-            (
-                max(p.top_k, 0),
-                spec.sample_index,
-                spec.position,
-                num_logprobs,
-                1,
-                0,
-                *self._pool(prompt),
-                *self._pool(output),
-                *self._pool(spec.banned_ids),
-                *self._pool(p.logit_bias, p.logit_bias.values()),
-            )
+        num_logprobs = p.num_logprobs
+        self.ints += (
+            max(p.top_k, 0),
+            spec.sample_index,
+            spec.position,
+            -1 if num_logprobs is None else num_logprobs,
+            1,
+            0,
         )
+        has_penalties = p.has_penalties
+        if has_penalties or spec.banned_ids or p.logit_bias:
+            prompt = spec.token_ids[: spec.num_prompt] if has_penalties else []
+            output = spec.token_ids[spec.num_prompt :] if has_penalties else []
+            self.ints += (*self._pool(prompt), *self._pool(output), *self._pool(spec.banned_ids))
+            self.ints += self._pool(p.logit_bias, p.logit_bias.values())
+        else:
+            self.ints += NO_POOLS
         self.mask_rows.append(-1 if spec.mask is None else len(self.masks))
         if spec.mask is not None:
             self.masks.append(spec.mask)
@@ -135,6 +140,12 @@ def unflatten(plan: StepPlan, outputs: tuple[npt.NDArray[Any], ...]) -> StepResu
 
 
 def _read_row(row: PlanRow, entries: Iterator[int], tokens: list[int], status: list[int], read: Any) -> RowResult:
+    if row.sample is not None and not row.score_ids and not row.forks:  # nearly always
+        i = next(entries)
+        if fault := ROW_ERRORS.get(status[i]):
+            return RowResult(error=fault)
+        wanted = row.sample.params.num_logprobs
+        return RowResult(tokens[i], None if wanted is None else read(i, tokens[i], wanted))
     scores: list[TokenLogprobs] = []
     error: str | None = None
     for target in row.score_ids:
