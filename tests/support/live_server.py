@@ -49,6 +49,7 @@ def write_tokenizer(
     *,
     chat_template: str | None = TEMPLATE,
     pieces: Sequence[str] = (),
+    specials: Sequence[str] = (),
     eos: str | None = "<|im_end|>",
 ) -> Path:
     """A byte-level tokenizer without merges: id b is the byte b, then PIECES, then `pieces` (texts), then SPECIALS."""
@@ -59,7 +60,7 @@ def write_tokenizer(
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (*SPECIALS, *specials)])
     backend.save(str(directory / "tokenizer.json"))
     config: dict[str, Any] = {"eos_token": eos} if eos is not None else {}
     if chat_template is not None:
@@ -207,13 +208,14 @@ def live_server(
     directory: Path,
     *,
     chat_template: str | None = TEMPLATE,
+    specials: Sequence[str] = (),
     settings: dict[str, Any] | None = None,
     shutdown_timeout: float = 0.0,
     write_timeout: float = 60.0,
     **config: Any,
 ) -> Iterator[LiveServer]:
     """Keyword arguments: those of EngineConfig; `settings`: those of ServerSettings."""
-    tokenizer = Tokenizer.from_directory(write_tokenizer(directory, chat_template=chat_template))
+    tokenizer = Tokenizer.from_directory(write_tokenizer(directory, chat_template=chat_template, specials=specials))
     model = ScriptedModel(vocab_size=tokenizer.vocab_size)
     grammars = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
     engine = Engine(

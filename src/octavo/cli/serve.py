@@ -68,6 +68,22 @@ SERVER = "Server"
 )
 @option("--served-model-name", metavar="NAME", group=SERVER, help="Name in the API. Default: MODEL as given.")
 @option("--ignore-unknown-fields", is_flag=True, group=SERVER, help="Ignore unknown request fields instead of 400.")
+@option(
+    "--tool-call-parser",
+    type=click.Choice(["auto", "hermes", "llama3_json", "mistral", "json"]),
+    default="auto",
+    show_default=True,
+    group=SERVER,
+    help="How the model writes tool calls; auto: as its chat template does.",
+)
+@option(
+    "--reasoning-parser",
+    type=click.Choice(["auto", "none", "think", "deepseek_r1", "qwen3"]),
+    default="auto",
+    show_default=True,
+    group=SERVER,
+    help="Split <think>…</think> off as reasoning_content; auto: if the chat template knows it.",
+)
 @option("--trust-special-tokens", is_flag=True, group=SERVER, help="Let users' text contain special tokens.")
 @option(
     "--max-body-size", metavar="SIZE", default="32MiB", show_default=True, group=SERVER, help="Larger requests: 413."

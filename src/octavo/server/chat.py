@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 
-from octavo.request import FinishReason
+from octavo.server.answer import (
+    AnswerPlan,
+    AnswerReader,
+    answer_plan,
+    call_deltas,
+    template_of,
+    whole_calls,
+    with_plan,
+    with_prompt,
+)
 from octavo.server.generation import Choice, Generation, Prompt, Update
 from octavo.server.intake import Parsed, base_fields, finish_prompt, make_generation, read_generation, respond
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
@@ -14,6 +24,7 @@ from octavo.server.schema import ChatBody, refuse
 from octavo.server.sse import DONE, GenerationResponse, OpenAiErrors, frame
 from octavo.server.state import ServerState
 from octavo.server.structured import check_wish, wish_field
+from octavo.server.tools import ToolPlan, with_tool_instructions
 from octavo.server.usage import last_chunk, usage_of
 from octavo.text.chat import render_chat
 from octavo.text.tokenizer import Tokenizer
@@ -21,13 +32,27 @@ from octavo.text.tokenizer import Tokenizer
 
 async def create_chat_completion(request: Request, state: ServerState) -> GenerationResponse:
     parsed = await read_generation(request, state, ChatBody)
-    generation = await chat_generation(state, parsed)
-    renderer = ChatRenderer(state.tokenizer, generation, base_fields(state, "chatcmpl-"), parsed.body)
+    plan = answer_plan(parsed.body, state)
+    prompt = await chat_prompt(state, parsed, "messages", plan.tools)
+    plan = with_prompt(plan, state.tokenizer, prompt.token_ids)
+    params, by_tools = with_plan(parsed.params, plan, state.tokenizer, template_of(state))
+    field = "tools" if by_tools else wish_field(parsed.body) or "response_format"
+    await check_wish(state, params.structured_outputs, field)
+    generation = make_generation(state, [prompt], replace(parsed, params=params), "messages")
+    renderer = ChatRenderer(state.tokenizer, generation, base_fields(state, "chatcmpl-"), parsed.body, plan)
     return respond(state, generation, renderer, parsed.body)
 
 
 async def chat_generation(state: ServerState, parsed: Parsed[ChatBody], param: str = "messages") -> Generation:
     """The generation of a conversation, not yet submitted. `param` is what the client calls its messages."""
+    prompt = await chat_prompt(state, parsed, param)
+    await check_wish(state, parsed.params.structured_outputs, wish_field(parsed.body) or "response_format")
+    return make_generation(state, [prompt], parsed, param)
+
+
+async def chat_prompt(
+    state: ServerState, parsed: Parsed[ChatBody], param: str, tools: ToolPlan | None = None
+) -> Prompt:
     prompt = await state.run(
         parsed.size,
         lambda: make_prompt(
@@ -35,28 +60,37 @@ async def chat_generation(state: ServerState, parsed: Parsed[ChatBody], param: s
             parsed.body,
             chat_template=state.settings.chat_template,
             trust_special_tokens=state.settings.trust_special_tokens,
+            tools=tools,
         ),
     )
     finish_prompt(prompt, parsed.body, state, param)
-    await check_wish(state, parsed.params.structured_outputs, wish_field(parsed.body) or "tools")
-    return make_generation(state, [prompt], parsed, param)
+    return prompt
 
 
 def make_prompt(
-    tokenizer: Tokenizer, body: ChatBody, *, chat_template: str | None, trust_special_tokens: bool
+    tokenizer: Tokenizer,
+    body: ChatBody,
+    *,
+    chat_template: str | None,
+    trust_special_tokens: bool,
+    tools: ToolPlan | None = None,
 ) -> Prompt:
     """Render and tokenise; runs in a worker thread for big bodies. Raises RequestError."""
     if not body.messages:
         raise refuse("messages must hold at least one message", "messages", code="missing_field")
     continue_final = bool(body.continue_final_message)
     add_prompt = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
+    messages, in_template = body.messages, "tools" in (chat_template or tokenizer.chat_template or "")
+    if tools is not None and not in_template:
+        messages = with_tool_instructions(messages, tools)
     token_ids = render_chat(
         tokenizer,
-        body.messages,
+        messages,
         add_generation_prompt=add_prompt,
         continue_final_message=continue_final,
         chat_template=chat_template,
         trust_special_tokens=trust_special_tokens,
+        tools=tools.tools if tools is not None and in_template else None,
         template_kwargs=body.chat_template_kwargs,
     )
     return Prompt(token_ids)
@@ -65,7 +99,11 @@ def make_prompt(
 class ChatRenderer(OpenAiErrors):
     """The `chat.completion` object, whole or in chunks."""
 
-    def __init__(self, tokenizer: Tokenizer, generation: Generation, base: dict[str, Any], body: ChatBody) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, generation: Generation, base: dict[str, Any], body: ChatBody, plan: AnswerPlan
+    ) -> None:
+        self._plan = plan
+        self._readers: dict[int, AnswerReader] = {}
         self._tokenizer = tokenizer
         self._generation = generation
         self._base = base
@@ -81,10 +119,16 @@ class ChatRenderer(OpenAiErrors):
     def chunks(self, update: Update) -> list[bytes]:
         frames = []
         logprobs = chat_logprobs(self._tokenizer, update.logprobs) if self._with_logprobs and update.logprobs else None
-        if update.text or logprobs:
-            frames.append(self._chunk([self._delta(update.choice, {"content": update.text}, logprobs)]))
+        reader = self._readers.setdefault(update.choice.index, self._plan.reader())
+        parts = reader.push(update.text, last=update.finish_reason is not None)
+        deltas: list[dict[str, Any]] = [{"reasoning_content": parts.reasoning}] if parts.reasoning else []
+        deltas += [{"content": parts.content}] if parts.content else []
+        deltas += [{"tool_calls": [call]} for call in call_deltas(reader, parts.calls)]
+        for delta in deltas or ([{"content": ""}] if logprobs else []):
+            frames.append(self._chunk([self._delta(update.choice, delta, logprobs)]))
+            logprobs = None  # they belong to the tokens of all parts, and are told once
         if update.finish_reason is not None:
-            end = self._delta(update.choice, {}, None, update.finish_reason)
+            end = self._delta(update.choice, {}, None, reader.finish_reason(update.finish_reason))
             end["stop_reason"] = update.stop_reason
             frames.append(self._chunk([end]))
         return frames
@@ -109,11 +153,20 @@ class ChatRenderer(OpenAiErrors):
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         output = choice.output
+        reader = self._plan.reader()
+        parts = reader.push(output.text, last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
+        if self._plan.splits_thoughts:
+            message["reasoning_content"] = parts.reasoning or None
+        if parts.calls:
+            message["content"] = parts.content or None
+            message["tool_calls"] = whole_calls(reader, parts.calls)
+        assert choice.finish_reason is not None
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(self._tokenizer, output.logprobs) if self._with_logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reader.finish_reason(choice.finish_reason),
             "stop_reason": output.stop_reason,
         }
 
@@ -122,7 +175,7 @@ class ChatRenderer(OpenAiErrors):
         choice: Choice,
         delta: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
-        finish_reason: FinishReason | None = None,
+        finish_reason: str | None = None,
     ) -> dict[str, Any]:
         return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 

@@ -150,7 +150,7 @@ def _explain(text: str) -> RequestError:
     return refuse(f"{path or 'body'}: {what}", param, code="invalid_type")
 
 
-def check_supported(body: GenerationBody) -> None:
+def check_supported(body: GenerationBody, *, with_tools: bool = False) -> None:
     """Refuse what this version would have to ignore although it changes the meaning."""
     n = 1 if body.n is None else body.n
     if body.stream and body.best_of is not None and body.best_of > n:
@@ -170,22 +170,31 @@ def check_supported(body: GenerationBody) -> None:
             raise _unsupported("suffix", "suffix")
     elif isinstance(body, ChatBody):
         _check_supported_chat(body)
+        if not with_tools:
+            _check_without_tools(body)
 
 
 def _check_supported_chat(body: ChatBody) -> None:
-    for name in ("tools", "functions", "audio", "prediction", "web_search_options", "moderation"):
+    for name in ("functions", "audio", "prediction", "web_search_options", "moderation"):
         if getattr(body, name):
             raise _unsupported(name, name)
     for name in ("reasoning_effort", "verbosity"):
         if getattr(body, name) is not None:
             raise _unsupported(name, name)
-    for name in ("tool_choice", "function_call"):
-        if getattr(body, name) not in (None, "none", "auto"):
-            raise _unsupported(name, f"{name} other than 'none' and 'auto'")
+    if body.function_call not in (None, "none", "auto"):
+        raise _unsupported("function_call", "function_call other than 'none' and 'auto'")
     if body.modalities is not None and body.modalities != ["text"]:
         raise _unsupported("modalities", "modalities other than ['text']")
     if body.continue_final_message and body.add_generation_prompt:
         raise refuse("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+
+
+def _check_without_tools(body: ChatBody) -> None:
+    """For routes that do not show calls yet."""
+    if body.tools:
+        raise _unsupported("tools", "tools")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", "tool_choice other than 'none' and 'auto'")
 
 
 def _unsupported(param: str, what: str) -> RequestError:

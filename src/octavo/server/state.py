@@ -48,6 +48,8 @@ class ServerSettings:
     sse_keep_alive: float | None = None
     chat_template: str | None = None
     trust_special_tokens: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     explain: bool = True
     pooling: str = "last"  # of embeddings, unless a request says otherwise
     # Sampling values of the model's generation_config.

@@ -20,6 +20,7 @@ MAX_MULTIPLE = 10_000  # least common multiple; the automaton has as many states
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
+_NOTES = ("x-guidance", "title", "description", "default", "examples", "$comment")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "unevaluatedProperties", "not", "if", "then", "else")
@@ -65,7 +66,7 @@ class _Checker:
         if depth > MAX_DEPTH:
             raise _bad(f"is nested more than {MAX_DEPTH} levels deep")
         self._count(schema)
-        made = {key: self._copy_keyword(key, value, depth + 1) for key, value in schema.items() if key != "x-guidance"}
+        made = {key: self._copy_keyword(key, value, depth + 1) for key, value in schema.items() if key not in _NOTES}
         known = made.get("format")
         if isinstance(known, str) and known not in FORMATS:
             del made["format"]
