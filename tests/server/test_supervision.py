@@ -189,7 +189,7 @@ def test_poison_alone(served: Program) -> None:
 
 def test_poison_in_a_crowd(served: Program) -> None:
     """Only the culprit is given up; the others get what they would have got."""
-    crowd = [{"prompt": f"guest {i}", "max_tokens": 40, "stream": i % 2 == 0} for i in range(5)]
+    crowd = [{"prompt": f"guest {i}", "max_tokens": 40, "stream": i % 2 == 0} for i in range(3)]
     expected = [answer(ask(served, **fields)) for fields in crowd]
     join = together([lambda f=fields: ask(served, **f) for fields in [*crowd[:3], {"prompt": "KILL"}, *crowd[3:]]])  # type: ignore[misc]
     responses = join()

@@ -92,6 +92,7 @@ class Submission:
         self.sent = False  # to the present engine
         self.admitted = False  # by any engine
         self.num_deaths = 0  # engines that ended while they had it
+        self.num_deaths_alone = 0  # of these, while they had nothing else
         self._num_tokens_at_death = 0
 
     @property

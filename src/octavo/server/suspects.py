@@ -1,8 +1,8 @@
 """Which requests an engine may have died of, and in which order the next engine gets them again.
 
 After a first death all requests in flight are sent again at once: most deaths are nobody's fault. A request that
-sees a second one is a suspect. Suspects run in halves, and half of those, until one dies alone: that is the culprit,
-and the others finish as if nothing had happened.
+sees a second one is a suspect. Suspects run in halves, and half of those, until an engine dies with one alone. If the
+next one does so too, that is the culprit, and the others finish as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Suspects:
         self._tested = []
         for submission in had:
             submission.engine_ended()
-        if len(had) == 1 and had[0].num_deaths > 1:
+        if len(had) == 1:
+            had[0].num_deaths_alone += 1
+        if len(had) == 1 and had[0].num_deaths_alone > 1:
             self._quarantine[fingerprint_of(had[0].specs)] = None
             if len(self._quarantine) > MAX_QUARANTINED:
                 self._quarantine.popitem(last=False)
