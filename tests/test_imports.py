@@ -31,7 +31,7 @@ CORE = [
         "scheduler",
         "engine",
     ),
-    *("explain", "foresight"),
+    *("beams", "explain", "foresight"),
     *(
         "kv.partial",
         "kv.pool",

@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from octavo.engine import Engine
     from octavo.llm import LLM
     from octavo.request import Request, SamplingParams
+    from octavo.results import BeamSearchParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Engine", "Request", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "Engine", "Request", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "octavo.llm",
+    "BeamSearchParams": "octavo.results",
     "Engine": "octavo.engine",
     "Request": "octavo.request",
     "SamplingParams": "octavo.request",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from dataclasses import dataclass
 from typing import Any
 
 from octavo.backends.base import Backend
+from octavo.beams import check_limits
 from octavo.clock import Clock, WallClock
 from octavo.config import EngineConfig
 from octavo.constraint import Grammar, GrammarCompiler, StructuredOutputsParams
 from octavo.errors import ContextLengthError, EngineError, RequestError
 from octavo.events import OutputEvent
 from octavo.explain import Recorder
-from octavo.kv.sizing import check_fits
+from octavo.kv.sizing import beam_tokens_that_fit, check_fits
 from octavo.kv.trees import cache_trees
 from octavo.plan import StepPlan, StepResult
 from octavo.request import MAX_SEED, FinishReason, Request, SamplingParams
@@ -105,8 +107,17 @@ class Engine:
         self._check_fits(num_prompt, max_tokens, params)
         if pin_seconds is not None:
             self._check_pin(num_prompt, pin_seconds)
+        if params.use_beam_search and params.num_sequences == 1:
+            params = dataclasses.replace(
+                params, use_beam_search=False, length_penalty=1.0, early_stopping=False, temperature=0.0
+            )
+        if params.use_beam_search:
+            fitting = beam_tokens_that_fit(
+                num_prompt, params.num_sequences, self.config.num_blocks, self.config.block_size
+            )
+            max_tokens = min(max_tokens, fitting)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed & MAX_SEED
-        return Request(
+        request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt_token_ids),
             params=params,
@@ -120,6 +131,13 @@ class Engine:
             arrival=self._clock.now(),
             grammar=self._grammar(params.structured_outputs),
         )
+        self._check_beams(request)
+        return request
+
+    def _check_beams(self, request: Request) -> None:
+        if request.params.use_beam_search:
+            max_width = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+            check_limits(request, vocab_size=self.backend.capabilities.vocab_size, max_width=max_width)
 
     def _grammar(self, wish: StructuredOutputsParams | None) -> Grammar | None:
         if wish is None:
@@ -163,6 +181,7 @@ class Engine:
         if num_prompt + min(1, request.max_tokens) > self.config.max_model_len:
             raise ContextLengthError(num_prompt, self.config.max_model_len)
         self._check_fits(num_prompt, request.max_tokens, request.params)
+        self._check_beams(request)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:

@@ -19,8 +19,8 @@ class OutputEvent:
     of the prompt (position 1, 2, ... in order, over all events). `num_cached` is the number of hit
     tokens at first admission. `stop_reason` is the stop token id (or, from the text layer, the stop
     string) that ended the sequence. `error` is set iff finish_reason is ERROR. `num_shared` counts the
-    prompt tokens that this sample did not compute because a sibling had. `embedding` (float32,
-    little-endian) comes with the end of a request with pooling.
+    prompt tokens that this sample did not compute because a sibling had. `score` is that of a beam search.
+    `embedding` (float32, little-endian) comes with the end of a request with pooling.
     """
 
     request_id: str
@@ -34,6 +34,7 @@ class OutputEvent:
     error: str | None = None
     embedding: bytes | None = None
     num_shared: int = 0
+    score: float | None = None
 
 
 class WaitReason(enum.StrEnum):

@@ -18,7 +18,14 @@ from octavo.errors import ConfigError, EngineError, RequestError
 from octavo.interrupt import catch_interrupt
 from octavo.offline import Job, OfflineDriver
 from octavo.request import Pooling, SamplingParams
-from octavo.results import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from octavo.results import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    beam_search_output,
+)
 from octavo.units import shorten
 
 if TYPE_CHECKING:
@@ -120,6 +127,16 @@ class LLM:
                 with _numbered(number, len(many)):
                     jobs.append(self.prompt_job(prompt, one, priority=priority[number] if priority else 0))
             return self._run(jobs, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most probable continuations of every prompt, best first (names and shapes are vLLM's).
+
+        The same as `generate` with `use_beam_search` in SamplingParams, which has more to set.
+        """
+        results = self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
+        return [beam_search_output(result) for result in results]
 
     def chat(
         self,

@@ -51,6 +51,7 @@ class Job:
     embedding: bytes | None = None
     error: str | None = None
     num_shared: dict[int, int] = field(default_factory=dict)  # by sample
+    scores: dict[int, float | None] = field(default_factory=dict)  # by result of a beam search
 
     @property
     def finished(self) -> bool:
@@ -59,7 +60,7 @@ class Job:
     def answers(self) -> list[SequenceOutput | TokenOutput]:
         """The outputs to show: with best_of the n best of them, best first."""
         params = self.request.params
-        if params.num_sequences == params.n:
+        if params.num_outputs == params.n:
             return self.outputs
         return [self.outputs[i] for i in rank([output.logprobs for output in self.outputs])[: params.n]]
 
@@ -82,7 +83,7 @@ class OfflineDriver:
         self.tokenizer = tokenizer
 
     def job(self, request: Request, prompt: str | None) -> Job:
-        outputs = [self._output(request.params, request.prompt_token_ids) for _ in range(request.params.num_sequences)]
+        outputs = [self._output(request.params, request.prompt_token_ids) for _ in range(request.params.num_outputs)]
         return Job(request, prompt, outputs)
 
     def _output(self, params: SamplingParams, prompt_token_ids: list[int]) -> SequenceOutput | TokenOutput:
@@ -124,6 +125,7 @@ class OfflineDriver:
         if job is None:
             return None  # the end of a request that an earlier run aborted
         job.num_shared[event.index] = event.num_shared
+        job.scores[event.index] = event.score
         if event.index == 0:
             job.prompt_logprobs.extend(event.prompt_logprobs)
             job.num_cached = max(job.num_cached, event.num_cached)
@@ -158,23 +160,30 @@ class OfflineDriver:
             request_id=job.request.request_id,
             prompt=job.prompt,
             prompt_token_ids=list(job.request.prompt_token_ids),
-            outputs=[self._completion(index, output, params) for index, output in enumerate(job.answers())],
+            outputs=[
+                self._completion(index, output, params, job.scores.get(index))
+                for index, output in enumerate(job.answers())
+            ],
             prompt_logprobs=prompt_logprobs,
             finished=job.finished,
             num_cached_tokens=job.num_cached,
             num_shared_tokens=sum(job.num_shared.values()),
         )
 
-    def _completion(self, index: int, output: SequenceOutput | TokenOutput, params: SamplingParams) -> CompletionOutput:
+    def _completion(
+        self, index: int, output: SequenceOutput | TokenOutput, params: SamplingParams, score: float | None
+    ) -> CompletionOutput:
         with_logprobs = params.logprobs is not None
+        with_sum = with_logprobs or score is not None
         return CompletionOutput(
             index=index,
             text=output.text,
             token_ids=list(output.token_ids),
-            cumulative_logprob=sum(entry.logprob for entry in output.logprobs) if with_logprobs else None,
+            cumulative_logprob=sum(entry.logprob for entry in output.logprobs) if with_sum else None,
             logprobs=[self._logprobs(entry) for entry in output.logprobs] if with_logprobs else None,
             finish_reason=output.finish_reason.value if output.finish_reason else None,
             stop_reason=output.stop_reason,
+            score=score,
         )
 
     def _logprobs(self, entry: TokenLogprobs) -> LogprobsOfPosition:

@@ -20,6 +20,8 @@ class SampleSpec:
     `token_ids` are all known tokens, of which the first `num_prompt` are the prompt: the penalties
     need them; do not modify. `banned_ids` may not be drawn (EOS and stop tokens before `min_tokens`).
     `mask`, where a grammar rules: one bit per token, lowest first, in 32-bit words; 0 may not be drawn.
+    `num_candidates`, if not 0, asks for the logprobs of that many tokens, whatever `params` say: a beam
+    search chooses among them itself.
     """
 
     params: SamplingParams
@@ -30,6 +32,12 @@ class SampleSpec:
     num_prompt: int
     banned_ids: tuple[int, ...] = ()
     mask: bytes | None = None
+    num_candidates: int = 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens come back beside the drawn one; None: no logprobs."""
+        return self.num_candidates or self.params.num_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ class TokenLogprobs:
 class RowResult:
     """What came of one PlanRow: the drawn token if one was asked for, or the error of that row alone.
 
-    `logprobs` is set iff `sample.params.num_logprobs` is not None; `scores` has one entry per `score_ids`,
+    `logprobs` is set iff `sample.num_logprobs` is not None; `scores` has one entry per `score_ids`,
     `forks` one result per entry of the row's `forks`. `pooled` is set iff the row has a `pool`: where that is
     the `last`, the embedding as float32 (little-endian), else a state for the next row.
     """

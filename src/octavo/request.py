@@ -6,11 +6,14 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from octavo.constraint import Constraint, Grammar, StructuredOutputsParams
 from octavo.errors import RequestError
 
 MAX_SAMPLES = 128
+MAX_BEAM_WIDTH = 64
+MAX_LENGTH_PENALTY = 10
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
@@ -55,13 +58,18 @@ class SamplingParams:
     presence and frequency penalties count generated tokens, the repetition penalty counts prompt
     and generated tokens (as transformers does). `logprobs` k asks for the k most probable tokens
     beside the chosen one, from the distribution before penalties and temperature. `best_of` draws that
-    many samples and keeps the n with the highest mean log-probability per token. The end that
+    many samples and keeps the n with the highest mean log-probability per token. `use_beam_search` searches
+    with best_of (or n) beams and returns the n best results; see `octavo.beams` for `length_penalty` and
+    `early_stopping`, which mean what they do in transformers. The end that
     `structured_outputs` sets wins over `min_tokens` and `ignore_eos`. With `pooling` no token is drawn:
     the result is the embedding of the prompt.
     """
 
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -96,6 +104,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check_limits()
         self._check_numbers()
+        self._check_beam_search()
 
     def _check_limits(self) -> None:
         _check(_is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, "n", f"must be an integer from 1 to {MAX_SAMPLES}")
@@ -156,6 +165,41 @@ class SamplingParams:
         )
         _check(_is_int(self.top_k) and self.top_k >= -1, "top_k", "must be an integer of at least -1 (0 and -1: off)")
 
+    def _check_beam_search(self) -> None:
+        """A search ranks raw log-probabilities: what would change them, or draw, has no meaning in it."""
+        penalty = self.length_penalty
+        _check(
+            _is_number(penalty) and abs(penalty) <= MAX_LENGTH_PENALTY,
+            "length_penalty",
+            f"must be a number from -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}",
+        )
+        _check(
+            isinstance(self.early_stopping, bool) or self.early_stopping == "never",
+            "early_stopping",
+            'must be true, false or "never"',
+        )
+        _check(isinstance(self.use_beam_search, bool), "use_beam_search", "must be true or false")
+        if not self.use_beam_search:
+            _check(penalty == 1.0, "length_penalty", "needs use_beam_search")
+            _check(self.early_stopping is False, "early_stopping", "needs use_beam_search")
+            return
+        name = "n" if self.best_of is None else "best_of"
+        _check(self.num_sequences <= MAX_BEAM_WIDTH, name, f"must be at most {MAX_BEAM_WIDTH} with use_beam_search")
+        _check(self.temperature in (0.0, 1.0), "temperature", "must be 0 or 1 with use_beam_search")
+        for param, neutral in (
+            ("top_p", self.top_p == 1.0),
+            ("top_k", self.top_k in (0, -1)),
+            ("min_p", self.min_p == 0.0),
+            ("presence_penalty", self.presence_penalty == 0.0),
+            ("frequency_penalty", self.frequency_penalty == 0.0),
+            ("repetition_penalty", self.repetition_penalty == 1.0),
+            ("logit_bias", not self.logit_bias),
+            ("stop", not self.stop),
+            ("structured_outputs", self.structured_outputs is None),
+        ):
+            _check(neutral, param, "cannot be combined with use_beam_search")
+        _check(self.max_tokens != 0, "max_tokens", "must be at least 1 with use_beam_search")
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -166,12 +210,17 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
+    def num_outputs(self) -> int:
+        """Sequences that the engine tells about: of a beam search only the results."""
+        return self.n if self.use_beam_search else self.num_sequences
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many of the most probable tokens a backend returns beside the drawn one; None: no logprobs.
 
         Ranking needs the drawn tokens' logprobs even if the client does not.
         """
-        if self.logprobs is None and self.num_sequences > self.n:
+        if self.logprobs is None and self.num_outputs > self.n:
             return 0
         return self.logprobs
 
@@ -205,6 +254,12 @@ class Request:
         if not self.prompt_token_ids:
             raise RequestError("the prompt holds no tokens", param="prompt", code="empty_prompt")
         assert self.max_tokens >= 0
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """All tokens that end a sequence."""
+        stops = frozenset(self.params.stop_token_ids)
+        return stops if self.params.ignore_eos else stops | self.eos_token_ids
 
 
 class SequenceStatus(enum.Enum):

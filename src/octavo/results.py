@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from octavo.plan import TokenLogprobs
+from octavo.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,10 @@ LogprobsOfPosition = dict[int, Logprob]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sequence of a request. `cumulative_logprob` and `logprobs` are None unless logprobs were asked for."""
+    """One sequence of a request. `cumulative_logprob` and `logprobs` are None unless logprobs were asked for.
+
+    `score` (not in vLLM) is that of a beam search: the sum of the log-probabilities over length ** length_penalty.
+    """
 
     index: int
     text: str = ""
@@ -31,6 +36,7 @@ class CompletionOutput:
     logprobs: list[LogprobsOfPosition] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -66,6 +72,74 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     finished: bool
     num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How to search: what LLM.beam_search takes, as in vLLM, with `early_stopping` in addition.
+
+    `temperature` must be 0 or 1: a search ranks the model's own log-probabilities.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    include_stop_str_in_output: bool = False
+
+    def sampling_params(self) -> SamplingParams:
+        """The same for LLM.generate. RequestError if a value is out of range."""
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            logprobs=0,
+        )
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One result: `tokens` and `text` with the prompt in front (as in vLLM), `score` what it was ranked by."""
+
+    tokens: list[int]
+    logprobs: list[LogprobsOfPosition]
+    cum_logprob: float
+    text: str | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    score: float | None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The results of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_search_output(result: RequestOutput) -> BeamSearchOutput:
+    """A finished RequestOutput of a search in the shape of LLM.beam_search."""
+    return BeamSearchOutput(
+        [
+            BeamSearchSequence(
+                tokens=[*result.prompt_token_ids, *output.token_ids],
+                logprobs=output.logprobs or [],
+                cum_logprob=output.cumulative_logprob or 0.0,
+                text=None if result.prompt is None else result.prompt + output.text,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                score=output.score,
+            )
+            for output in result.outputs
+        ]
+    )
 
 
 def logprobs_of(entry: TokenLogprobs, decoded: dict[int, str]) -> LogprobsOfPosition:

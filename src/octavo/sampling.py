@@ -168,5 +168,5 @@ def sample(logits: Floats, spec: SampleSpec, allowed: npt.NDArray[np.bool_] | No
         token_id = int(np.argmax(x))
     else:
         token_id = draw(filtered_weights(x, params), uniform(spec.seed, spec.sample_index, spec.position))
-    logprobs = None if params.num_logprobs is None else score(logits, token_id, params.num_logprobs)
+    logprobs = None if spec.num_logprobs is None else score(logits, token_id, spec.num_logprobs)
     return RowResult(token_id=token_id, logprobs=logprobs)

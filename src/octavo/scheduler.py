@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
+from octavo.beams import BeamSearch, Hypothesis, move, num_candidates
 from octavo.config import EngineConfig
 from octavo.errors import QueueFullError, RequestError
 from octavo.events import Observer, OutputEvent, WaitReason
@@ -71,6 +73,7 @@ class _Draft:
 
     def drop(self, seq: Sequence) -> None:
         row = self.rows.pop(seq, None)
+        self.forks.pop(seq, None)
         if row is not None:
             self.budget += len(row.token_ids)
 
@@ -105,6 +108,7 @@ class Scheduler:
         self._num_live = 0
         self._in_flight: tuple[Sequence, ...] = ()  # the rows' sequences of the plan not yet committed
         self._forks: dict[Sequence, list[Sequence]] = {}  # its forks
+        self._searches: dict[str, BeamSearch] = {}  # of live requests
         self._pending: list[OutputEvent] = []  # events that did not come from a step
 
     @property
@@ -127,7 +131,11 @@ class Scheduler:
         serial = self._next_serial
         self._next_serial += 1
         rank = self._order(request, serial)
-        samples = [Sequence(request, index) for index in range(n)]
+        if request.params.use_beam_search:
+            self._searches[request.request_id] = search = BeamSearch(request)
+            samples = list(search.sequences)
+        else:
+            samples = [Sequence(request, index) for index in range(n)]
         for seq in samples:
             seq.order = (rank, serial, seq.index)
             bisect.insort(self.waiting, seq, key=_ORDER)
@@ -141,11 +149,13 @@ class Scheduler:
         for seq in self.requests.get(request_id, ()):
             if not seq.finished:
                 self._finish(seq, FinishReason.ABORT)
-                self._pending.append(_terminal_event(seq))
+                self._pending += _terminal_events([seq])
 
     def finish_sequence(self, request_id: str, index: int) -> None:
         """End one sample now, as its text asked for it; it has no further events."""
         samples = self.requests.get(request_id, [])
+        if request_id in self._searches:
+            return  # beams tell nothing before the search is settled, so nobody can have found a stop in them
         if index < len(samples) and not samples[index].finished:
             self._finish(samples[index], FinishReason.STOP)
 
@@ -162,6 +172,7 @@ class Scheduler:
         samples = self.requests[seq.request.request_id]
         if all(s.finished for s in samples):
             del self.requests[seq.request.request_id]
+            self._searches.pop(seq.request.request_id, None)
             reasons = {s.finish_reason for s in samples}
             self.counters.finished[next(r for r in _GRAVITY if r in reasons)] += 1
 
@@ -203,16 +214,22 @@ class Scheduler:
             return
         tables = self.tables
         while tables.num_missing(seq, end) > tables.pool.num_free:
-            if self._preemption.must_stay(seq, self.running) and tables.retention.yield_one():
+            rivals = self._rivals(seq)
+            if self._preemption.must_stay(seq, rivals) and tables.retention.yield_one():
                 continue
-            victim = self._preemption.choose_victim(self.running, seq)
-            self._preempt(victim, draft)
-            if victim is seq:
+            self._preempt(self._preemption.choose_victim(rivals, seq), draft)
+            if seq.status is not _RUNNING:
                 return
         tables.grow(seq, end)
         if self.observer is not None and (end - seq.num_computed > 1 or seq.num_computed < seq.num_prompt):
             self.observer.computing(seq, end - seq.num_computed)
         draft.add(seq, self._row(seq, end))
+
+    def _rivals(self, seq: Sequence) -> list[Sequence]:
+        """All that run, but for the other beams of the same search: they stand or fall together."""
+        if seq.request.request_id not in self._searches:
+            return self.running
+        return [s for s in self.running if s is seq or s.request is not seq.request]
 
     def _row(self, seq: Sequence, end: int) -> PlanRow:
         request = seq.request
@@ -244,7 +261,8 @@ class Scheduler:
                 num_riding += 1
                 num_reserved += num_blocks
                 continue
-            reserved = (num_riding, num_reserved)
+            beside = seq.request.params.num_sequences - 1 if seq.request.request_id in self._searches else 0
+            reserved = (num_riding + beside, num_reserved + (beside if seq.request.max_tokens > 1 else 0))
             reason = self._obstacle(seq, hits, reserved)
             if reason is not None and not self._displace_for(seq, hits, reserved, draft):
                 if not self.running and self.tables.retention.yield_one():
@@ -346,8 +364,11 @@ class Scheduler:
         As many as there are places and blocks for the step after this one; the others are admitted later.
         """
         pool = self.tables.pool
-        for seq, row in draft.rows.items():
-            if row.start + len(row.token_ids) != seq.num_known or seq.num_generated > 0:
+        for seq, row in tuple(draft.rows.items()):
+            if seq not in draft.rows or row.start + len(row.token_ids) != seq.num_known or seq.num_generated > 0:
+                continue
+            if seq.request.request_id in self._searches:
+                self._plan_beams(seq, draft)
                 continue
             others = len(self.running) + sum(map(len, draft.forks.values()))
             most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens) - others
@@ -361,8 +382,17 @@ class Scheduler:
                 draft.forks[seq] = siblings[:most]
         for seq, forks in draft.forks.items():
             row = draft.rows[seq]
-            if row.sample is not None:
+            if row.sample is not None and seq.request.request_id not in self._searches:
                 draft.rows[seq] = replace(row, forks=tuple(_sample_spec(fork) for fork in forks))
+
+    def _plan_beams(self, seq: Sequence, draft: _Draft) -> None:
+        """All beams of a search start together; where there is no longer a place for them, it waits again."""
+        beams = [s for s in self.requests[seq.request.request_id] if s is not seq]
+        others = len(self.running) + sum(map(len, draft.forks.values()))
+        if others + len(beams) <= min(self.config.max_num_seqs, self.config.max_num_batched_tokens):
+            draft.forks[seq] = beams
+        else:
+            self._preempt(seq, draft)
 
     def _count_admission(self, seq: Sequence, now: float) -> None:
         counters = self.counters
@@ -382,7 +412,20 @@ class Scheduler:
             counters.queue_seconds += max(0.0, now - seq.request.arrival)
 
     def _preempt(self, seq: Sequence, draft: _Draft) -> None:
-        """Take the blocks of `seq` away; it waits and later recomputes (or hits) what it had."""
+        """Take the blocks of `seq` away; it waits and later recomputes (or hits) what it had.
+
+        The beams of a search go together, and the search starts again from the prompt.
+        """
+        search = self._searches.get(seq.request.request_id)
+        if search is None:
+            self._set_back(seq, draft)
+            return
+        for beam in search.sequences:
+            if beam.status is _RUNNING:
+                self._set_back(beam, draft)
+        search.restart()
+
+    def _set_back(self, seq: Sequence, draft: _Draft) -> None:
         draft.drop(seq)
         self.running.remove(seq)
         self.counters.lost_tokens += seq.num_computed
@@ -410,9 +453,15 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[OutputEvent]:
         """Enter the results of a step into the books; the events of the step and those pending."""
         events = []
+        tops: dict[Sequence, tuple[tuple[int, float], ...]] = {}
         for seq, row, out in zip(self._in_flight, plan.rows, result.rows, strict=True):
             if seq.status is _RUNNING:  # else it was aborted while the step ran
                 events += self._commit_row(seq, row, out)
+                if self._searches and out.logprobs is not None:
+                    tops[seq] = out.logprobs.top
+        for search in tuple(self._searches.values()):
+            if search.sequences[0] in tops:
+                events += self._advance_search(search, tops)
         self._in_flight = ()
         self._forks = {}
         self.counters.steps += 1
@@ -436,11 +485,10 @@ class Scheduler:
         if planned := self._forks.get(seq):
             pairs = zip(planned, out.forks or (out,) * len(planned), strict=True)
             forks = [(fork, drawn) for fork, drawn in pairs if fork.status is _WAITING]
+        search = self._searches.get(seq.request.request_id) if self._searches else None
         if out.error is not None:
-            failed = [seq, *(fork for fork, _ in forks)]
-            for one in failed:
-                self._finish(one, FinishReason.ERROR)
-            return [_terminal_event(one, out.error) for one in failed]
+            failed = search.sequences if search is not None else [seq, *(fork for fork, _ in forks)]
+            return self._fail([one for one in failed if not one.finished], out.error)
         end = row.start + len(row.token_ids)
         if row.start < seq.num_prompt:
             self.counters.prompt_tokens_computed += min(end, seq.num_prompt) - row.start
@@ -455,6 +503,8 @@ class Scheduler:
             seq.prompt_logprobs_done += len(scores)
         for fork, _ in forks:
             self._start_fork(fork, seq)
+        if search is not None and row.sample is not None:
+            return [_news(seq, scores)] if scores else []
         events = [self._take(seq, out, scores), *(self._take(fork, drawn, ()) for fork, drawn in forks)]
         return [event for event in events if event is not None]
 
@@ -469,8 +519,7 @@ class Scheduler:
     def _take(self, seq: Sequence, out: RowResult, scores: tuple[TokenLogprobs, ...]) -> OutputEvent | None:
         """What a sequence drew, if anything, and whether that ends it."""
         if out.error is not None:
-            self._finish(seq, FinishReason.ERROR)
-            return _terminal_event(seq, out.error)
+            return self._fail([seq], out.error)[0]
         token_ids: tuple[int, ...] = ()
         reason = None
         if out.pooled is not None:
@@ -490,18 +539,52 @@ class Scheduler:
         elif not token_ids and not scores:
             return None
         logprobs = (out.logprobs,) if out.logprobs is not None else None
-        return OutputEvent(
-            seq.request.request_id,
-            seq.index,
-            token_ids,
-            logprobs,
-            scores,
-            seq.num_cached or 0,
-            reason,
-            seq.stop_reason,
-            num_shared=seq.num_shared,
-            embedding=out.pooled if reason is not None else None,
-        )
+        embedding = out.pooled if reason is not None else None
+        return _news(seq, scores, token_ids, logprobs, embedding=embedding)
+
+    def _advance_search(
+        self, search: BeamSearch, tops: dict[Sequence, tuple[tuple[int, float], ...]]
+    ) -> list[OutputEvent]:
+        """Let the beams go on to their next tokens, or end the search; `tops` of those that have just been computed."""
+        sequences = search.sequences
+        assert not search.length or all(seq in tops for seq in sequences), "a beam was left behind"
+        beams = search.advance([tops.get(seq, ()) for seq in sequences])
+        self.counters.generated_tokens += len(beams)
+        if self.observer is not None and search.length == 1:
+            for seq in sequences:
+                self.observer.first_token(seq)
+        if search.settled:
+            return self._end_search(search)
+        search.sequences = move(self.tables, sequences, beams)[: len(beams)]
+        for seq in sequences:
+            if seq not in search.sequences:  # too few continuations for all
+                self._finish(seq, FinishReason.LENGTH)
+        return []
+
+    def _end_search(self, search: BeamSearch) -> list[OutputEvent]:
+        """The n best results, in the places of the first n sequences."""
+        samples = self.requests[search.request.request_id]
+        results: list[Hypothesis] = search.finished[: search.request.params.n]
+        if not results:
+            return self._fail([seq for seq in samples if not seq.finished], "the search found no continuation")
+        events = []
+        for seq in samples:
+            found = results[min(seq.index, len(results) - 1)]
+            entries = found.path.entries()
+            if not seq.finished:
+                self.tables.drop(seq)
+                seq.token_ids[seq.num_prompt :] = [entry.token_id for entry in entries]
+                seq.stop_reason = found.stop_reason
+                self._finish(seq, found.reason)
+            if seq.index < search.request.params.n:
+                seq.finish_reason = found.reason
+                events.append(_news(seq, (), tuple(seq.token_ids[seq.num_prompt :]), entries, found.score))
+        return events
+
+    def _fail(self, sequences: list[Sequence], error: str) -> list[OutputEvent]:
+        for seq in sequences:
+            self._finish(seq, FinishReason.ERROR)
+        return _terminal_events(sequences, error)
 
     def _reason_to_stop(self, seq: Sequence, token_id: int) -> FinishReason | None:
         """Stop wins over length on the same token. Before `min_tokens` only a grammar can end the text."""
@@ -533,15 +616,46 @@ class Scheduler:
         for request_id in live:
             for seq in self.requests.get(request_id, ()):
                 if not seq.finished:
-                    self._finish(seq, FinishReason.ERROR)
-                    self._pending.append(_terminal_event(seq, message))
+                    self._pending += self._fail([seq], message)
         return self.take_pending()
 
 
-def _terminal_event(seq: Sequence, error: str | None = None) -> OutputEvent:
+def _news(
+    seq: Sequence,
+    scores: tuple[TokenLogprobs, ...],
+    token_ids: tuple[int, ...] = (),
+    logprobs: tuple[TokenLogprobs, ...] | None = None,
+    score: float | None = None,
+    embedding: bytes | None = None,
+) -> OutputEvent:
     return OutputEvent(
-        seq.request.request_id, seq.index, num_cached=seq.num_cached or 0, finish_reason=seq.finish_reason, error=error
+        seq.request.request_id,
+        seq.index,
+        token_ids,
+        logprobs,
+        scores,
+        seq.num_cached or 0,
+        seq.finish_reason,
+        seq.stop_reason,
+        num_shared=seq.num_shared,
+        score=score,
+        embedding=embedding,
     )
+
+
+def _terminal_events(sequences: Iterable[Sequence], error: str | None = None) -> list[OutputEvent]:
+    """The last events of sequences that ended without a token; nobody knows of the further beams of a search."""
+    return [
+        OutputEvent(
+            seq.request.request_id,
+            seq.index,
+            num_cached=seq.num_cached or 0,
+            finish_reason=seq.finish_reason,
+            error=error,
+        )
+        for seq in sequences
+        if seq.index < seq.request.params.num_outputs
+    ]
 
 
 def _sample_spec(seq: Sequence) -> SampleSpec:
@@ -549,8 +663,9 @@ def _sample_spec(seq: Sequence) -> SampleSpec:
     request = seq.request
     banned = () if seq.num_generated >= request.params.min_tokens else _ids_to_ban(request)
     mask = None if seq.constraint is None else seq.constraint.mask()
+    wanted = num_candidates(request) if request.params.use_beam_search else 0
     return SampleSpec(
-        request.params, request.seed, seq.index, seq.num_known, seq.token_ids, seq.num_prompt, banned, mask
+        request.params, request.seed, seq.index, seq.num_known, seq.token_ids, seq.num_prompt, banned, mask, wanted
     )
 
 

@@ -13,7 +13,7 @@ from support.fake_assembly import EOS, VOCAB_SIZE, byte_tokenizer, fake_assembly
 from support.run import check_idle
 from support.script_backend import HashBackend, ScriptBackend
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import EngineOptions
 from octavo.errors import ConfigError, ContextLengthError, EngineError, RequestError
 from octavo.llm import options_from, sampling_defaults
@@ -330,3 +330,26 @@ def test_best_of_returns_the_most_probable_per_token() -> None:
     assert [o.index for o in best.outputs] == [0, 1]
     assert best.outputs[0].logprobs is None
     assert best.num_shared_tokens == 4 * len(ids_of("best"))
+
+
+def test_beam_search_in_vllms_shape() -> None:
+    llm = make()
+    params = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True, length_penalty=0.0)
+    found, other = llm.beam_search(["beams", {"prompt_token_ids": ids_of("other")}], params)
+    assert len(found.sequences) == 3
+    for sequence in found.sequences:
+        assert sequence.tokens[:5] == ids_of("beams") and len(sequence.tokens) == 10
+        assert sequence.text is not None and sequence.text.startswith("beams")
+        assert sequence.score == pytest.approx(sequence.cum_logprob)
+        assert len(sequence.logprobs) == 5
+    sums = [s.cum_logprob for s in found.sequences]
+    assert sums == sorted(sums, reverse=True)
+    assert other.sequences[0].text is None
+    same = generate(
+        llm, "beams", SamplingParams(n=3, use_beam_search=True, temperature=0, max_tokens=5, ignore_eos=True)
+    )
+    assert {tuple(o.token_ids) for o in same[0].outputs} == {tuple(s.tokens[5:]) for s in found.sequences}
+    assert same[0].outputs[0].cumulative_logprob == pytest.approx(same[0].outputs[0].score * 5)
+    with pytest.raises(RequestError):
+        llm.beam_search("x", BeamSearchParams(beam_width=100, max_tokens=5))
+    check_idle(llm.engine)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.run import Driver, check_books, check_idle, preempt_last
 from support.script_backend import HashBackend
 
-from octavo.errors import NeverFitsError, QueueFullError
+from octavo.errors import NeverFitsError, QueueFullError, RequestError
 from octavo.kv.sizing import check_fits
 from octavo.request import FinishReason, SamplingParams
 
@@ -23,6 +23,8 @@ PARAMS = (
     SamplingParams(max_tokens=30, seed=2, min_tokens=3, stop_token_ids=(5,), repetition_penalty=1.5),
     SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1),
     SamplingParams(temperature=0, max_tokens=0),
+    SamplingParams(n=2, best_of=3, use_beam_search=True, temperature=0, max_tokens=10, length_penalty=0.5),
+    SamplingParams(n=6, max_tokens=5, seed=3),
 )
 
 
@@ -38,10 +40,10 @@ def backend(block_size=4, **options):
 @cache
 def solo(num_tokens, family, kind, salt, num_blocks):
     """Answers of all samples of a request that has an engine for itself and no prefix cache."""
-    driver = Driver(backend(), num_blocks=num_blocks, enable_prefix_caching=False, max_num_seqs=1)
+    driver = Driver(backend(), num_blocks=num_blocks, enable_prefix_caching=False, max_num_seqs=3)
     driver.add(make_prompt(num_tokens, family), PARAMS[kind], "r", eos_token_ids=EOS, cache_salt=salt)
     driver.run()
-    return [driver.outcomes["r", i].answer for i in range(PARAMS[kind].n)]
+    return [driver.outcomes["r", i].answer for i in range(PARAMS[kind].num_outputs)]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -92,10 +94,14 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             request_id = self.driver.add(make_prompt(num_tokens, family), PARAMS[kind], eos_token_ids=EOS, **options)
         except NeverFitsError:
+            params = PARAMS[kind]
             with pytest.raises(NeverFitsError):
-                check_fits(num_tokens, PARAMS[kind].max_tokens, num_blocks, 4, PARAMS[kind].n)
+                check_fits(num_tokens, params.max_tokens, num_blocks, 4, params.num_sequences)
         except QueueFullError:
             assert len(self.driver.engine.scheduler.requests) > 0
+        except RequestError:
+            config = self.driver.engine.config
+            assert PARAMS[kind].use_beam_search and min(config.max_num_seqs, config.max_num_batched_tokens) < 3
         else:
             self.asked[request_id] = (num_tokens, family, kind, salt, num_blocks)
 
@@ -115,7 +121,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000), index=st.integers(0, 2))
     def finish_sequence(self, pick, index):
         request_id = list(self.asked)[pick % len(self.asked)]
-        self.cut |= {(request_id, s.index) for s in self.live(request_id) if s.index == index}
+        if not PARAMS[self.asked[request_id][2]].use_beam_search:
+            self.cut |= {(request_id, s.index) for s in self.live(request_id) if s.index == index}
         self.driver.engine.finish_sequence(request_id, index)
 
     @precondition(lambda self: len(self.driver.engine.scheduler.running) > 1)

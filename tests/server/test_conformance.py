@@ -33,7 +33,6 @@ REFUSED: dict[str, Any] = {
     "functions": [{"name": "f"}],
     "dimensions": 3,
     "image": {"a": 1},
-    "length_penalty": 0.5,
     "mcp_servers": [{"url": "x"}],
     "modalities": ["audio"],
     "moderation": {"a": 1},
@@ -50,7 +49,6 @@ REFUSED: dict[str, Any] = {
     "tool_choice": "required",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "truncation": "auto",
-    "use_beam_search": True,
     "verbosity": "low",
     "web_search_options": {"a": 1},
 }
@@ -62,7 +60,6 @@ PASSING: dict[str, Any] = {
     "background": False,
     "dimensions": 4,
     "function_call": "auto",
-    "length_penalty": 1,
     "modalities": ["text"],
     "response_format": {"type": "text"},
     "store": False,

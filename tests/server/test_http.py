@@ -105,7 +105,10 @@ def test_wrong_types_are_named(live: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 65}, "n"),
+        ({"use_beam_search": True, "n": 2, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "n": 2, "top_p": 0.5}, "top_p"),
+        ({"early_stopping": True}, "early_stopping"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"best_of": 129}, "best_of"),
         ({"n": 2, "best_of": 1}, "best_of"),

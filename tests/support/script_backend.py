@@ -143,7 +143,7 @@ class SlotBackend:
         token_id = self._draw(raw, spec)
         if token_id is None:
             return RowResult(error="no token may be drawn: all are excluded")
-        num_top = spec.params.num_logprobs
+        num_top = spec.num_logprobs
         return RowResult(token_id, None if num_top is None else self._logprobs(raw, token_id, num_top))
 
     def _pool(self, pool: PoolSpec, contexts: list[bytes]) -> bytes:

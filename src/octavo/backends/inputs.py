@@ -50,7 +50,7 @@ class SampleArrays:
             p.frequency_penalty,
             p.repetition_penalty,
         )
-        num_logprobs = p.num_logprobs
+        num_logprobs = spec.num_logprobs
         self.ints += (
             max(p.top_k, 0),
             spec.sample_index,
@@ -160,7 +160,7 @@ def _read_row(row: PlanRow, entries: Iterator[int], tokens: list[int], status: l
         if fault := error or ROW_ERRORS.get(status[i]):
             drawn.append(RowResult(error=fault))
             continue
-        wanted = spec.params.num_logprobs
+        wanted = spec.num_logprobs
         drawn.append(RowResult(tokens[i], None if wanted is None else read(i, tokens[i], wanted)))
     first, *forks = drawn
     return RowResult(first.token_id, first.logprobs, () if first.error else tuple(scores), first.error, tuple(forks))

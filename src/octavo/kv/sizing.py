@@ -83,6 +83,19 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def beam_tokens_that_fit(num_prompt: int, width: int, num_blocks: int, block_size: int) -> int:
+    """The most tokens that a beam search can generate with the whole pool for itself.
+
+    Its beams share the full blocks of the prompt; what comes after is counted as if they shared nothing.
+    The last token of a beam needs no KV. 0 if not even the prompt fits; 1 needs no more than the prompt.
+    """
+    num_shared = num_prompt // block_size
+    if blocks_for(num_prompt, block_size) > num_blocks:
+        return 0
+    per_beam = (num_blocks - num_shared) // width * block_size
+    return max(1, num_shared * block_size + per_beam - num_prompt + 1)
+
+
 def startup_lines(*, num_blocks: int, block_size: int, bytes_per_block: int, max_model_len: int) -> list[str]:
     """What the KV pool holds, one fact per line, for the start-up log and `octavo doctor`."""
     num_tokens = num_blocks * block_size

@@ -187,6 +187,11 @@ class BlockTables:
         self.pool.release(seq.block_ids)
         self._clear(seq)
 
+    def drop(self, seq: Sequence) -> None:
+        """Give all blocks back without making the last one findable: nobody will come for this text again."""
+        self.pool.release(seq.block_ids)
+        self._clear(seq)
+
     def _restore(self, seq: Sequence) -> None:
         """Make blocks findable whose equals were, until they were evicted: a leaf without its root is of no use."""
         for i in range(min(seq.num_registered, len(seq.block_hashes)) if self.enable_prefix_caching else 0):

@@ -130,6 +130,8 @@ class ChatRenderer(OpenAiErrors):
         if update.finish_reason is not None:
             end = self._delta(update.choice, {}, None, reader.finish_reason(update.finish_reason))
             end["stop_reason"] = update.stop_reason
+            if update.choice.score is not None:
+                end["score"] = update.choice.score
             frames.append(self._chunk([end]))
         return frames
 
@@ -162,12 +164,14 @@ class ChatRenderer(OpenAiErrors):
             message["content"] = parts.content or None
             message["tool_calls"] = whole_calls(reader, parts.calls)
         assert choice.finish_reason is not None
+        score = {} if choice.score is None else {"score": choice.score}
         return {
             "index": choice.index,
             "message": message,
             "logprobs": chat_logprobs(self._tokenizer, output.logprobs) if self._with_logprobs else None,
             "finish_reason": reader.finish_reason(choice.finish_reason),
             "stop_reason": output.stop_reason,
+            **score,
         }
 
     def _delta(

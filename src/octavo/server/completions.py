@@ -127,6 +127,7 @@ class CompletionRenderer(OpenAiErrors):
             "logprobs": logprobs,
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
+            **({"score": choice.score} if choice.score is not None and finish_reason is not None else {}),
         }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:

@@ -46,6 +46,7 @@ class Choice:
     prompt: Prompt
     output: SequenceOutput
     num_tokens: int = 0
+    score: float | None = None  # of a beam search
     num_shared: int = 0  # prompt tokens whose KV came from a sibling
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -100,12 +101,12 @@ class Generation:
         self.seconds: float | None = None  # from arrival to the end; None while it lasts
         self.extension: dict[str, Any] | None = None  # the `octavo` object of the answer, if asked for
         self.choices = [
-            Choice(p * params.num_sequences + s, prompt, SequenceOutput(tokenizer, params, prompt.token_ids))
+            Choice(p * params.num_outputs + s, prompt, SequenceOutput(tokenizer, params, prompt.token_ids))
             for p, prompt in enumerate(self.prompts)
-            for s in range(params.num_sequences)
+            for s in range(params.num_outputs)
         ]
         # The engine's ids are made here, whatever a client calls its request: they never collide.
-        self._first_choice = {uuid.uuid4().hex: p * params.num_sequences for p in range(len(self.prompts))}
+        self._first_choice = {uuid.uuid4().hex: p * params.num_outputs for p in range(len(self.prompts))}
 
     async def submit(self) -> None:
         """Returns once the engine has admitted every prompt. Raises RequestError or EngineError."""
@@ -169,12 +170,12 @@ class Generation:
 
     def answers(self) -> list[Choice]:
         """The choices to show at the end: of each prompt's samples the n best, best first where they were ranked."""
-        n, num_sequences = self.params.n, self.params.num_sequences
-        if num_sequences == n:
+        n, num_samples = self.params.n, self.params.num_outputs
+        if num_samples == n:
             return self.choices
         best: list[Choice] = []
-        for first in range(0, len(self.choices), num_sequences):
-            samples = self.choices[first : first + num_sequences]
+        for first in range(0, len(self.choices), num_samples):
+            samples = self.choices[first : first + num_samples]
             ranked = rank([choice.output.logprobs for choice in samples])[:n]
             best += [replace(samples[i], index=len(best) + place) for place, i in enumerate(ranked)]
         return best
@@ -208,7 +209,7 @@ class Generation:
             if event.num_cached > prompt.num_cached:
                 self._metrics.cached_tokens.inc(event.num_cached - prompt.num_cached)
                 prompt.num_cached = event.num_cached
-        choice.num_shared = event.num_shared
+        choice.num_shared, choice.score = event.num_shared, event.score
         if event.embedding is not None:
             prompt.embedding = event.embedding
         self._observe(choice, len(event.token_ids))
@@ -247,12 +248,12 @@ class Generation:
         self._metrics.generation_tokens.inc(num_tokens)
 
     def _first_choice_of(self, choice: Choice) -> int:
-        return choice.index - choice.index % self.params.num_sequences
+        return choice.index - choice.index % self.params.num_outputs
 
     def _finish(self, choice: Choice, request_id: str, reason: FinishReason) -> None:
         choice.finish_reason = reason
         first = self._first_choice[request_id]
-        reasons = {c.finish_reason for c in self.choices[first : first + self.params.num_sequences]}
+        reasons = {c.finish_reason for c in self.choices[first : first + self.params.num_outputs]}
         if None not in reasons:
             assert self._handle is not None
             self._handle.finished(request_id)
@@ -263,7 +264,7 @@ class Generation:
                 len(choice.prompt.token_ids),
                 [
                     (c.num_tokens, (c.last_token_at or 0.0) - (c.first_token_at or 0.0))
-                    for c in self.choices[first : first + self.params.num_sequences]
+                    for c in self.choices[first : first + self.params.num_outputs]
                 ],
             )
 

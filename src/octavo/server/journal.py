@@ -29,7 +29,7 @@ class Entry:
 
     def __init__(self, spec: SubmitSpec) -> None:
         self.spec = spec
-        n = spec.params.num_sequences
+        n = spec.params.num_outputs
         self.token_ids: list[list[int]] = [[] for _ in range(n)]
         self.done = [False] * n
         self._num_prompt_logprobs = 0

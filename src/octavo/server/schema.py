@@ -56,10 +56,10 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_pin: float | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
-    # Beam search is not there yet; its fields are known so that the refusal can say so.
     best_of: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -155,10 +155,6 @@ def check_supported(body: GenerationBody, *, with_tools: bool = False) -> None:
     n = 1 if body.n is None else body.n
     if body.stream and body.best_of is not None and body.best_of > n:
         raise refuse("best_of greater than n cannot be streamed: the best are known at the end", "best_of")
-    if body.use_beam_search:
-        raise _unsupported("use_beam_search", "beam search")
-    if body.length_penalty not in (None, 1.0):
-        raise _unsupported("length_penalty", "beam search, and so length_penalty,")
     if body.store:
         raise _unsupported("store", "storing responses")
     if body.stream_options is not None and not body.stream:
@@ -203,10 +199,13 @@ def _unsupported(param: str, what: str) -> RequestError:
 
 def sampling_params(body: GenerationBody, presets: Mapping[str, Any]) -> SamplingParams:
     """The SamplingParams of a body; `presets` are sampling values of the model's generation_config."""
+    if body.use_beam_search:
+        presets = {}  # they are about drawing tokens, which a search does not do
     values: dict[str, Any] = {name: presets[name] for name in PRESET_FIELDS if name in presets}
     for name in (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids",
         "min_tokens", "presence_penalty", "frequency_penalty", "n", "best_of", "ignore_eos",
+        "use_beam_search", "length_penalty", "early_stopping",
         "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
     ):  # fmt: skip
         value = getattr(body, name)
