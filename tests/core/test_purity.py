@@ -12,7 +12,15 @@ ROOT = Path(octavo.__file__).parent
 CORE = ["request.py", "plan.py", "scheduler.py", "policies.py", "engine.py", "clock.py", "events.py"]
 CORE += [f"kv/{name}.py" for name in ("pool", "prefix", "sizing", "tables")]
 # Features that the core meets in one seam each; each is counted for itself (docs/adr/0004-a-larger-core.md).
-FEATURES = ["foresight.py", "beams.py", "constraint.py", "kv/partial.py", "kv/retention.py", "kv/trees.py", "explain.py"]
+FEATURES = [
+    "foresight.py",
+    "beams.py",
+    "constraint.py",
+    "kv/partial.py",
+    "kv/retention.py",
+    "kv/trees.py",
+    "explain.py",
+]
 PURE = [*CORE, *FEATURES]
 OF_THE_PROJECT = {"octavo.backends.base", "octavo.config", "octavo.errors", "octavo.units"}
 OF_THE_PROJECT |= {f"octavo.{name[:-3].replace('/', '.')}" for name in PURE}

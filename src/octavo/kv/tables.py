@@ -189,6 +189,7 @@ class BlockTables:
 
     def drop(self, seq: Sequence) -> None:
         """Give all blocks back without making the last one findable: nobody will come for this text again."""
+        self._restore(seq)
         self.pool.release(seq.block_ids)
         self._clear(seq)
 
