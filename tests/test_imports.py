@@ -151,7 +151,15 @@ def test_one_function_reads_octavo_variables() -> None:
 
 
 def test_exported_names() -> None:
-    assert octavo.__all__ == ["LLM", "Engine", "Request", "SamplingParams", "StructuredOutputsParams", "__version__"]
+    assert octavo.__all__ == [
+        "LLM",
+        "BeamSearchParams",
+        "Engine",
+        "Request",
+        "SamplingParams",
+        "StructuredOutputsParams",
+        "__version__",
+    ]
     for name in octavo.__all__:
         assert getattr(octavo, name) is not None
         assert name in dir(octavo)
