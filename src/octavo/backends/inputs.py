@@ -144,7 +144,7 @@ def _read_row(row: PlanRow, entries: Iterator[int], tokens: list[int], status: l
         i = next(entries)
         if fault := ROW_ERRORS.get(status[i]):
             return RowResult(error=fault)
-        wanted = row.sample.params.num_logprobs
+        wanted = row.sample.num_logprobs
         return RowResult(tokens[i], None if wanted is None else read(i, tokens[i], wanted))
     scores: list[TokenLogprobs] = []
     error: str | None = None
