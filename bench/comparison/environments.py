@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 Say = Callable[[str], None]
+PEERS = Path(__file__).resolve().parent.parent / "peers"
 
 INSTALL_SECONDS = 3600
 
@@ -21,7 +22,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Environment:
-    """What pip installs, and with which variables; `modules` must import afterwards."""
+    """What pip installs, and with which variables ({peers}: bench/peers); `modules` must import afterwards."""
 
     name: str
     requirements: tuple[str, ...]
@@ -54,8 +55,9 @@ class Environment:
                 [*pip, "uninstall", "--yes", *self.unwanted] if self.unwanted else [],
                 [str(python), "-c", f"import {', '.join(self.modules)}"],
             ]
+            variables = {**os.environ, **{k: v.format(peers=PEERS) for k, v in self.variables.items()}}
             for command in filter(None, commands):
-                _run(command, {**os.environ, **self.variables}, output, log)
+                _run(command, variables, output, log)
         stamp.write_text(self.fingerprint)
         return python
 
@@ -88,7 +90,11 @@ LLAMA_CPP = Environment(
     ("llama-cpp-python", "numpy"),
     ("llama_cpp", "numpy"),
     options=("--no-cache-dir", "--no-binary", "llama-cpp-python"),
-    variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)},
+    variables={
+        "CMAKE_ARGS": "-DGGML_NATIVE=ON",
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
+        "CXXFLAGS": "-include {peers}/gcc_amx.h",  # without it, AMX faults when GCC 12 built it
+    },
 )
 LLAMA_CPP_AVX2 = Environment(
     "llama-cpp-avx2",
