@@ -85,7 +85,8 @@ async def _generation(body: PinBody, size: int, state: ServerState) -> Generatio
             chat_template_kwargs=body.chat_template_kwargs,
         )
         check_supported(chat)
-        return await chat_generation(state, Parsed(chat, params, size))
+        generation, _ = await chat_generation(state, Parsed(chat, params, size))
+        return generation
     if body.add_generation_prompt is not None or body.chat_template_kwargs is not None:
         raise refuse("add_generation_prompt and chat_template_kwargs go with messages", "add_generation_prompt")
     prompt: Any = body.prompt

@@ -32,22 +32,25 @@ from octavo.text.tokenizer import Tokenizer
 
 async def create_chat_completion(request: Request, state: ServerState) -> GenerationResponse:
     parsed = await read_generation(request, state, ChatBody)
-    plan = answer_plan(parsed.body, state)
-    prompt = await chat_prompt(state, parsed, "messages", plan.tools)
-    plan = with_prompt(plan, state.tokenizer, prompt.token_ids)
-    params, by_tools = with_plan(parsed.params, plan, state.tokenizer, template_of(state))
-    field = "tools" if by_tools else wish_field(parsed.body) or "response_format"
-    await check_wish(state, params.structured_outputs, field)
-    generation = make_generation(state, [prompt], replace(parsed, params=params), "messages")
+    generation, plan = await chat_generation(state, parsed)
     renderer = ChatRenderer(state.tokenizer, generation, base_fields(state, "chatcmpl-"), parsed.body, plan)
     return respond(state, generation, renderer, parsed.body)
 
 
-async def chat_generation(state: ServerState, parsed: Parsed[ChatBody], param: str = "messages") -> Generation:
-    """The generation of a conversation, not yet submitted. `param` is what the client calls its messages."""
-    prompt = await chat_prompt(state, parsed, param)
-    await check_wish(state, parsed.params.structured_outputs, wish_field(parsed.body) or "response_format")
-    return make_generation(state, [prompt], parsed, param)
+async def chat_generation(
+    state: ServerState, parsed: Parsed[ChatBody], param: str = "messages"
+) -> tuple[Generation, AnswerPlan]:
+    """The generation of a conversation, not yet submitted, and how to read its answer.
+
+    `param` is what the client calls its messages.
+    """
+    plan = answer_plan(parsed.body, state)
+    prompt = await chat_prompt(state, parsed, param, plan.tools)
+    plan = with_prompt(plan, state.tokenizer, prompt.token_ids)
+    params, by_tools = with_plan(parsed.params, plan, state.tokenizer, template_of(state))
+    field = "tools" if by_tools else wish_field(parsed.body) or "response_format"
+    await check_wish(state, params.structured_outputs, field)
+    return make_generation(state, [prompt], replace(parsed, params=params), param), plan
 
 
 async def chat_prompt(

@@ -42,12 +42,12 @@ class Parsed(Generic[BodyT]):
 async def read_generation(request: Request, state: ServerState, body_type: type[BodyT]) -> Parsed[BodyT]:
     """Everything that can be refused without the tokenizer is refused here."""
     body, size = await read_json(request, state, body_type)
-    return check_generation(body, size, state, with_tools=True)
+    return check_generation(body, size, state)
 
 
-def check_generation(body: BodyT, size: int, state: ServerState, *, with_tools: bool = False) -> Parsed[BodyT]:
+def check_generation(body: BodyT, size: int, state: ServerState) -> Parsed[BodyT]:
     check_model(body.model, state)
-    check_supported(body, with_tools=with_tools)
+    check_supported(body)
     if body.explain and not state.settings.explain:
         raise refuse("explain is switched off on this server", "explain", code="unsupported_field")
     return Parsed(body, sampling_params(body, state.settings.presets), size)

@@ -10,17 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import OctavoError
-from octavo.request import FinishReason
-from octavo.server.chat import chat_generation
+from octavo.request import FinishReason, SamplingParams
+from octavo.server.answer import AnswerPlan, answer_plan
+from octavo.server.chat import chat_generation, chat_prompt
 from octavo.server.failures import anthropic_error, anthropic_error_response, json_response
 from octavo.server.generation import Generation, Update
-from octavo.server.intake import check_generation, check_model, read_json, respond
+from octavo.server.intake import Parsed, check_generation, check_model, read_json, respond
 from octavo.server.message_blocks import chat_messages
+from octavo.server.output_blocks import OutputBlocks
 from octavo.server.schema import ChatBody, check_supported, refuse
 from octavo.server.sse import GenerationResponse, named_frame
 from octavo.server.state import ServerState
 from octavo.server.translate import renamed
-from octavo.text.chat import render_chat
 
 NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -80,8 +81,8 @@ async def create_message(request: Request, state: ServerState) -> GenerationResp
         raise refuse("max_tokens is required", "max_tokens", code="missing_field")
     with renamed(NAMES):
         parsed = check_generation(chat_body(body), size, state)
-        generation = await chat_generation(state, parsed)
-    return respond(state, generation, MessagesRenderer(generation, state.settings.model_name), parsed.body)
+        generation, plan = await chat_generation(state, parsed)
+    return respond(state, generation, MessagesRenderer(generation, state.settings.model_name, plan), parsed.body)
 
 
 async def count_tokens(request: Request, state: ServerState) -> Response:
@@ -90,19 +91,9 @@ async def count_tokens(request: Request, state: ServerState) -> Response:
         chat = _conversation(body)
         check_model(chat.model, state)
         check_supported(chat)
-        token_ids = await state.run(
-            size,
-            lambda: render_chat(
-                state.tokenizer,
-                chat.messages or [],
-                add_generation_prompt=not chat.continue_final_message,
-                continue_final_message=bool(chat.continue_final_message),
-                chat_template=state.settings.chat_template,
-                trust_special_tokens=state.settings.trust_special_tokens,
-                tools=chat.tools,
-            ),
-        )
-    return json_response({"input_tokens": len(token_ids)})
+        plan = answer_plan(chat, state)
+        prompt = await chat_prompt(state, Parsed(chat, SamplingParams(), size), "messages", plan.tools)
+    return json_response({"input_tokens": len(prompt.token_ids)})
 
 
 def chat_body(body: MessagesBody) -> ChatBody:
@@ -145,10 +136,8 @@ def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
         raise refuse(f"{field}.type: only tools of the client are supported", f"{field}.type")
     if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
         raise refuse(f"{field} must have a name and an input_schema", field)
-    function = {"name": tool["name"], "parameters": tool["input_schema"]}
-    for name in ("description", "strict"):
-        if tool.get(name) is not None:
-            function[name] = tool[name]
+    wanted = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+    function = {ours: tool[theirs] for theirs, ours in wanted.items() if tool.get(theirs) is not None}
     return {"type": "function", "function": function}
 
 
@@ -177,30 +166,28 @@ def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
 class MessagesRenderer:
     """The `message` object, whole or as Anthropic's events."""
 
-    def __init__(self, generation: Generation, model_name: str) -> None:
+    def __init__(self, generation: Generation, model_name: str, plan: AnswerPlan) -> None:
         self._generation = generation
         self._model_name = model_name
+        self._plan = plan
+        self._reader = plan.reader()
+        self._output = OutputBlocks(self._reader)
         self._id = "msg_" + uuid.uuid4().hex
 
     def opening(self) -> list[bytes]:
-        block = {"type": "text", "text": ""}
-        return [
-            named_frame("message_start", {"message": self._message([], None, None, 0)}),
-            named_frame("content_block_start", {"index": 0, "content_block": block}),
-        ]
+        return [named_frame("message_start", {"message": self._message([], None, None, 0)})]
 
     def chunks(self, update: Update) -> list[bytes]:
-        if not update.text:
-            return []
-        delta = {"type": "text_delta", "text": update.text}
-        return [named_frame("content_block_delta", {"index": 0, "delta": delta})]
+        parts = self._reader.push(update.text, last=update.finish_reason is not None)
+        return [named_frame(name, fields) for name, fields in self._output.push(parts)]
 
     def closing(self) -> list[bytes]:
-        reason, sequence = self._stop()
+        events = [named_frame(name, fields) for name, fields in self._output.close()]
+        reason, sequence = self._stop(self._output)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         usage = self._usage(self._generation.choices[0].num_tokens)
         return [
-            named_frame("content_block_stop", {"index": 0}),
+            *events,
             named_frame("message_delta", {"delta": delta, "usage": usage}),
             named_frame("message_stop", self._extension()),
         ]
@@ -213,8 +200,11 @@ class MessagesRenderer:
 
     def full(self) -> dict[str, Any]:
         choice = self._generation.choices[0]
-        content = [{"type": "text", "text": choice.output.text}] if choice.output.text else []
-        return self._message(content, *self._stop(), choice.num_tokens) | self._extension()
+        reader = self._plan.reader()
+        output = OutputBlocks(reader)
+        output.push(reader.push(choice.output.text, last=True))
+        output.close()
+        return self._message(output.blocks, *self._stop(output), choice.num_tokens) | self._extension()
 
     def _extension(self) -> dict[str, Any]:
         extension = self._generation.extension
@@ -234,12 +224,14 @@ class MessagesRenderer:
             "usage": self._usage(num_tokens),
         }
 
-    def _stop(self) -> tuple[str, str | None]:
+    def _stop(self, output: OutputBlocks) -> tuple[str, str | None]:
         choice = self._generation.choices[0]
         if choice.finish_reason is FinishReason.LENGTH:
             return "max_tokens", None
         stop = choice.output.stop_reason
-        return ("stop_sequence", stop) if isinstance(stop, str) else ("end_turn", None)
+        if isinstance(stop, str):
+            return "stop_sequence", stop
+        return ("tool_use" if output.blocks and output.blocks[-1]["type"] == "tool_use" else "end_turn"), None
 
     def _usage(self, num_tokens: int) -> dict[str, Any]:
         """Here `input_tokens` does not count those read from the cache."""

@@ -12,11 +12,13 @@ from starlette.requests import Request
 
 from octavo.errors import OctavoError
 from octavo.request import FinishReason
+from octavo.server.answer import AnswerPlan
 from octavo.server.chat import chat_generation
 from octavo.server.failures import error_object
 from octavo.server.generation import Generation, Update
 from octavo.server.intake import check_generation, read_json, respond
 from octavo.server.logprobs import chat_logprobs
+from octavo.server.output_items import OutputItems
 from octavo.server.response_items import input_messages
 from octavo.server.schema import ChatBody, StreamOptions, refuse
 from octavo.server.sse import GenerationResponse, OpenAiErrors, named_frame
@@ -94,8 +96,8 @@ async def create_response(request: Request, state: ServerState) -> GenerationRes
     body, size = await read_json(request, state, ResponsesBody)
     with renamed(NAMES):
         parsed = check_generation(chat_body(body), size, state)
-        generation = await chat_generation(state, parsed, "input")
-    renderer = ResponsesRenderer(state.tokenizer, generation, body, state.settings.model_name)
+        generation, plan = await chat_generation(state, parsed, "input")
+    renderer = ResponsesRenderer(state.tokenizer, generation, body, state.settings.model_name, plan)
     return respond(state, generation, renderer, parsed.body)
 
 
@@ -103,7 +105,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     """The chat that asks for the same. Raises RequestError."""
     _check_supported(body)
     shared = (
-        "model", "temperature", "top_p", "top_logprobs", "tool_choice", "parallel_tool_calls", "stream",
+        "model", "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "stream",
         "stream_options", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "ignore_eos", "cache_salt", "priority", "explain",
         "chat_template_kwargs",
@@ -117,7 +119,8 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         messages=input_messages(body.input, body.instructions),
         max_completion_tokens=body.max_output_tokens,
         logprobs=True if with_logprobs else None,
-        tools=body.tools,
+        tools=None if body.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)],
+        tool_choice=_tool_choice(body.tool_choice),
         response_format=_response_format(text.get("format")),
         verbosity=_text_of(text, "text", "verbosity"),
         reasoning_effort=_text_of(reasoning, "reasoning", "effort"),
@@ -170,54 +173,67 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     return given
 
 
+def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    """Here the function lies flat beside `type`; chat wraps it."""
+    if tool.get("type") != "function":
+        raise refuse(f"{field}.type: only functions of the client are supported", f"{field}.type")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}}
+
+
+def _tool_choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(given, dict) and given.get("type") == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    return given
+
+
 class ResponsesRenderer(OpenAiErrors):
     """The `response` object, whole or as events with names and sequence numbers."""
 
-    def __init__(self, tokenizer: Tokenizer, generation: Generation, body: ResponsesBody, model_name: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, generation: Generation, body: ResponsesBody, model_name: str, plan: AnswerPlan
+    ) -> None:
         self._tokenizer = tokenizer
         self._generation = generation
         self._body = body
         self._model_name = model_name
+        self._plan = plan
+        self._reader = plan.reader()
+        self._output = OutputItems(self._reader)
         self._id = "resp_" + uuid.uuid4().hex
-        self._item_id = "msg_" + uuid.uuid4().hex
         self._created = int(time.time())
         self._numbers = itertools.count()
         self._with_logprobs = generation.params.logprobs is not None
 
     def opening(self) -> list[bytes]:
-        item = {**self._message("in_progress"), "content": []}
-        return [
-            self._event("response.created", response=self._response("in_progress", [])),
-            self._event("response.in_progress", response=self._response("in_progress", [])),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._part_event("response.content_part.added", part=self._part("", [])),
-        ]
+        names = ("response.created", "response.in_progress")
+        return [self._event(name, response=self._response("in_progress", [])) for name in names]
 
     def chunks(self, update: Update) -> list[bytes]:
-        logprobs = self._logprobs(update.logprobs)
-        if not update.text and not logprobs:
-            return []
-        return [self._part_event("response.output_text.delta", delta=update.text, logprobs=logprobs)]
+        parts = self._reader.push(update.text, last=update.finish_reason is not None)
+        events = self._output.push(parts, self._logprobs(update.logprobs))
+        return [self._event(name, **fields) for name, fields in events]
 
     def closing(self) -> list[bytes]:
         status = self._status()
-        part = self._whole_part()
-        item = self._message(status)
-        return [
-            self._part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
-            self._part_event("response.content_part.done", part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{status}", response=self.full()),
-        ]
+        events = [self._event(name, **fields) for name, fields in self._output.close(status)]
+        return [*events, self._event(f"response.{status}", response=self._ended(self._output.items))]
 
     def broken(self, error: OctavoError) -> list[bytes]:
-        failed = self._response("failed", [])
+        failed = self._response("failed", self._output.items)
         failed["error"] = {"code": "server_error", "message": error_object(error)["error"]["message"]}
         return [self._event("response.failed", response=failed)]
 
     def full(self) -> dict[str, Any]:
+        output = self._generation.choices[0].output
+        reader = self._plan.reader()
+        items = OutputItems(reader)
+        items.push(reader.push(output.text, last=True), self._logprobs(output.logprobs))
+        items.close(self._status())
+        return self._ended(items.items)
+
+    def _ended(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         status = self._status()
-        made = self._response(status, [self._message(status)])
+        made = self._response(status, items)
         made["completed_at"] = int(time.time()) if status == "completed" else None
         made["incomplete_details"] = {"reason": "max_output_tokens"} if status == "incomplete" else None
         made["usage"] = self._usage()
@@ -227,17 +243,6 @@ class ResponsesRenderer(OpenAiErrors):
 
     def _status(self) -> str:
         return "incomplete" if self._generation.choices[0].finish_reason is FinishReason.LENGTH else "completed"
-
-    def _message(self, status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [self._whole_part()]
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _whole_part(self) -> dict[str, Any]:
-        output = self._generation.choices[0].output
-        return self._part(output.text, self._logprobs(output.logprobs))
-
-    def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, entries: Any) -> list[dict[str, Any]]:
         if not self._with_logprobs:
@@ -290,8 +295,5 @@ class ResponsesRenderer(OpenAiErrors):
             "total_tokens": len(prompt.token_ids) + choice.num_tokens,
         }
 
-    def _part_event(self, name: str, **fields: Any) -> bytes:
-        return self._event(name, item_id=self._item_id, output_index=0, content_index=0, **fields)
-
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         return named_frame(name, {"sequence_number": next(self._numbers), **fields})

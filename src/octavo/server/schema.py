@@ -150,7 +150,7 @@ def _explain(text: str) -> RequestError:
     return refuse(f"{path or 'body'}: {what}", param, code="invalid_type")
 
 
-def check_supported(body: GenerationBody, *, with_tools: bool = False) -> None:
+def check_supported(body: GenerationBody) -> None:
     """Refuse what this version would have to ignore although it changes the meaning."""
     n = 1 if body.n is None else body.n
     if body.stream and body.best_of is not None and body.best_of > n:
@@ -166,8 +166,6 @@ def check_supported(body: GenerationBody, *, with_tools: bool = False) -> None:
             raise _unsupported("suffix", "suffix")
     elif isinstance(body, ChatBody):
         _check_supported_chat(body)
-        if not with_tools:
-            _check_without_tools(body)
 
 
 def _check_supported_chat(body: ChatBody) -> None:
@@ -183,14 +181,6 @@ def _check_supported_chat(body: ChatBody) -> None:
         raise _unsupported("modalities", "modalities other than ['text']")
     if body.continue_final_message and body.add_generation_prompt:
         raise refuse("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
-
-
-def _check_without_tools(body: ChatBody) -> None:
-    """For routes that do not show calls yet."""
-    if body.tools:
-        raise _unsupported("tools", "tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "tool_choice other than 'none' and 'auto'")
 
 
 def _unsupported(param: str, what: str) -> RequestError:
