@@ -13,6 +13,8 @@ import pytest
 from octavo.constraint import StructuredOutputsParams
 from octavo.llm import LLM
 from octavo.request import SamplingParams
+from octavo.server.answer import AnswerPlan, whole_calls
+from octavo.server.tools import ToolPlan, calls_grammar
 
 SEEDS = range(8)
 SCHEMA: dict[str, Any] = {
@@ -64,3 +66,23 @@ def test_other_kinds_at_temperature_2(llm: LLM) -> None:
     ):
         for text, reason in many(llm, "Answer: ", wish):
             assert reason == "stop" and re.fullmatch(matches, text), text
+
+
+@pytest.mark.parametrize("fmt", ["hermes", "llama3_json", "mistral", "json"])
+def test_forced_calls_at_temperature_2(llm: LLM, fmt: str) -> None:
+    """Whatever the format, a call that must be made is made, and read back."""
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"$ref": "#/$defs/days"}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    }
+    tools = ToolPlan(tools=[], schemas={"get_weather": parameters}, format=fmt, forced=("get_weather",), named=True)
+    grammar = "\n".join(["start: calls", *calls_grammar(llm.get_tokenizer(), tools, None)])
+    for text, reason in many(llm, "Weather for 3 days: ", StructuredOutputsParams(grammar=grammar), SEEDS[:4]):
+        reader = AnswerPlan(tools=tools).reader()
+        parts = reader.push(text, last=True)
+        (call,) = whole_calls(reader, parts.calls)
+        arguments = json.loads(call["function"]["arguments"])
+        assert reason == "stop" and not parts.content and 1 <= arguments["days"] <= 9
