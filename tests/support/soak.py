@@ -231,6 +231,8 @@ class Soak:
     def idle(self) -> bool:
         """No request, no sequence, no block in use: in the server and in the engine."""
         now = self.metrics()
+        if "octavo_num_requests_running" not in now:
+            return False  # the engine is being replaced and says nothing of itself
         return (
             now["octavo_http_requests_in_flight"] == 0
             and now["octavo_num_requests_running"] == now["octavo_num_requests_waiting"] == 0
