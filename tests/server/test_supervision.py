@@ -114,6 +114,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "six", "max_tokens": 80, "temperature": 0, "stream": True, "prompt_logprobs": 1},
     {"prompt": "seven", "max_tokens": 80, "presence_penalty": 1.5, "stop": ["a", "Z"], "n": 4},
     {"prompt": "nine", "max_tokens": 60, "n": 2, "best_of": 5},
+    {"prompt": "ten", "max_tokens": 60, "use_beam_search": True, "best_of": 3, "temperature": 0},
     {"prompt": "eight", "max_tokens": 80, "min_tokens": 20, "ignore_eos": False, "n": 3},
 ]
 
@@ -125,7 +126,7 @@ def test_killed_twice_under_load(served: Program) -> None:
     for seconds in (0.25, 0.2):
         time.sleep(seconds)
         gone = kill_engine(served)
-        wait_for(lambda: health(served) == 503, 1.0)
+        wait_for(lambda: health(served) == 503)
         wait_for(lambda: health(served) == 200)
         assert not alive(gone)
     assert join() == expected
@@ -155,14 +156,14 @@ def test_request_without_a_seed_goes_on(served: Program) -> None:
 def test_clients_that_come_during_a_restart_are_served(served: Program) -> None:
     expected = answer(ask(served, prompt="late"))
     kill_engine(served)
-    wait_for(lambda: health(served) == 503, 1.0)
+    wait_for(lambda: health(served) == 503)
     assert answer(ask(served, prompt="late")) == expected
 
 
 def test_client_that_leaves_during_a_restart(served: Program) -> None:
     """Nothing of it is replayed."""
     kill_engine(served)
-    wait_for(lambda: health(served) == 503, 1.0)
+    wait_for(lambda: health(served) == 503)
     url, body = f"http://127.0.0.1:{served.port}/v1/completions", served.body(prompt="x", max_tokens=400)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(url, content=body, timeout=0.05)
