@@ -42,18 +42,29 @@ static inline __m512i round_pair(__m512 even, __m512 odd) {
   return _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0xffff0000u), high, low, 0xEA);  // (mask & high) | low
 }
 
+// Panels lie end to end, so what is read next lies ahead. Unpacking fills the core's window with arithmetic, and the
+// hardware's own prefetching alone left memory waiting for it.
+static constexpr int kPrefetchBytes = 4096;
+static inline void prefetch_weights(const uint8_t* p) { _mm_prefetch((const char*)p + kPrefetchBytes, _MM_HINT_T0); }
+
+// The values of a nibble; vpermps looks at four bits of its index.
+static inline __m512 nibble_values(int zero) {
+  alignas(64) float values[16];
+  for (int i = 0; i < 16; ++i) values[i] = (float)(i - zero);
+  return _mm512_load_ps(values);
+}
+
 static inline void unpack_rounded_q4(const PackedMatrix& w, int panel, int k_begin, int k_end, uint8_t* out) {
   const uint8_t* data = w.panel(panel) + (size_t)k_begin * 8;
   const uint8_t* scales = w.panel_scales(panel);
   const uint8_t* mins = w.panel_mins(panel);
-  alignas(64) float values[16];
-  for (int i = 0; i < 16; ++i) values[i] = (float)(i - w.zero);
-  const __m512 table = _mm512_load_ps(values);  // vpermps looks at four bits of its index
+  const __m512 table = nibble_values(w.zero);
   for (int k = k_begin; k < k_end; k += w.group) {
     const V16 scale = load_scale(scales, (size_t)(k / w.group), w.half_scales);
     const V16 min = mins ? load_scale(mins, (size_t)(k / w.group), w.half_scales) : V16::zero();
     for (int c = 0; c < w.group / 8; ++c, data += 64, out += 256) {
       const __m512i words = _mm512_loadu_si512(data);
+      prefetch_weights(data);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         const __m512 even = _mm512_permutexvar_ps(_mm512_srli_epi32(words, (unsigned)(4 * j)), table);
@@ -79,6 +90,7 @@ static inline void unpack_rounded_q8(const PackedMatrix& w, int panel, int k_beg
     const __m512 m0 = _mm512_permutexvar_ps(low, min.v), m1 = _mm512_permutexvar_ps(high, min.v);
 #pragma GCC unroll 4
     for (int i = 0; i < w.group / 2; ++i, q += 32, out += 64) {
+      prefetch_weights(q);
       const __m512 q0 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)q)));
       const __m512 q1 = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(q + 16))));
       _mm512_store_si512(out, (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(q1, s1, m1), _mm512_fmadd_ps(q0, s0, m0)));
@@ -195,6 +207,61 @@ static inline void amx_wide_block(const LinearArgs& a, int row0, int row1, int p
 }
 #undef OCTAVO_STORE_TILE
 
+// One or two rows of a 4-bit matrix without tiles: filling a tile costs more than using it then. The sums are those
+// of the tile op, step by step (Intel's definition of TDPBF16PS): within 32 k even and odd k are summed apart from
+// zero, then together, then added to the total. A test holds that both ways give the same bits.
+template <int kRows>
+static void amx_vector(const LinearArgs& a, int panel, const float* x) {
+  const PackedMatrix& w = *a.w;
+  const uint8_t* data = w.panel(panel);
+  const uint8_t* scales = w.panel_scales(panel);
+  const uint8_t* mins = w.panel_mins(panel);
+  const __m512 table = nibble_values(w.zero);
+  const __m512i half = _mm512_set1_epi32(0x8000), keep = _mm512_set1_epi32((int)0xffff0000u);
+  const auto rounded = [&](__m512i index, V16 scale, V16 min) {
+    const __m512 exact = _mm512_fmadd_ps(_mm512_permutexvar_ps(index, table), scale.v, min.v);
+    return V16{_mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(exact), half), keep))};
+  };
+  V16 total[kRows];
+  for (int m = 0; m < kRows; ++m) total[m] = V16::zero();
+  for (int k = 0; k < w.k; k += 32) {
+    const V16 scale = load_scale(scales, (size_t)(k / 32), w.half_scales);
+    const V16 min = mins ? load_scale(mins, (size_t)(k / 32), w.half_scales) : V16::zero();
+    V16 even[kRows], odd[kRows];
+    for (int m = 0; m < kRows; ++m) even[m] = odd[m] = V16::zero();
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c, data += 64) {
+      const __m512i words = _mm512_loadu_si512(data);
+      prefetch_weights(data);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const V16 w0 = rounded(_mm512_srli_epi32(words, (unsigned)(4 * j)), scale, min);
+        const V16 w1 = rounded(_mm512_srli_epi32(words, (unsigned)(16 + 4 * j)), scale, min);
+        for (int m = 0; m < kRows; ++m) {
+          const float* pair = x + (size_t)m * w.k + k + 8 * c + 2 * j;
+          even[m] = fma(V16::set1(pair[0]), w0, even[m]);
+          odd[m] = fma(V16::set1(pair[1]), w1, odd[m]);
+        }
+      }
+    }
+    for (int m = 0; m < kRows; ++m) total[m] = total[m] + (even[m] + odd[m]);
+  }
+  for (int m = 0; m < kRows; ++m) {
+    alignas(64) float sums[16];
+    total[m].store(sums);
+    write_block(a, m, 1, panel, sums);
+  }
+}
+
+// The prepared rows as floats, in scratch.
+static inline const float* widen_rows(const LinearArgs& a, uint8_t* scratch) {
+  float* x = (float*)scratch;
+  for (int m = 0; m < a.rows; ++m)
+    for (int k = 0; k < a.w->k; k += 16)
+      load_bf16(a.prepared + (size_t)m * a.ld_prepared + k).store(x + (size_t)m * a.w->k + k);
+  return x;
+}
+
 // More than 16 rows: two panels are unpacked once and meet all rows.
 static void amx_wide(const LinearArgs& a, int panel, int panels, uint8_t* scratch) {
   const PackedMatrix& w = *a.w;
@@ -216,6 +283,11 @@ static void amx_wide(const LinearArgs& a, int panel, int panels, uint8_t* scratc
 static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* scratch) {
   if (!wants_prepared(*a.w)) return linear_f32(a, panel_begin, panel_end, scratch);
   uint8_t* aligned = (uint8_t*)(((uintptr_t)scratch + 63) / 64 * 64);
+  if (a.rows <= 2 && a.w->form == Form::kQ4) {
+    const float* x = widen_rows(a, aligned);
+    for (int p = panel_begin; p < panel_end; ++p) a.rows == 1 ? amx_vector<1>(a, p, x) : amx_vector<2>(a, p, x);
+    return;
+  }
   configure_tiles(a.rows < kBlockRows ? a.rows : kBlockRows);
   const int step = a.rows <= kBlockRows ? 4 : 2;
   for (int p = panel_begin; p < panel_end; p += step) {

@@ -36,7 +36,10 @@ struct FromBf16 {  // a bf16 matrix, or a panel unpacked to scratch
 struct FromQ4 {
   const uint8_t* p;
   __m512i table, words;
-  inline void fetch(int chunk) { words = _mm512_loadu_si512(p + (size_t)chunk * 64); }
+  inline void fetch(int chunk) {
+    words = _mm512_loadu_si512(p + (size_t)chunk * 64);
+    _mm_prefetch((const char*)p + (size_t)chunk * 64 + 4096, _MM_HINT_T0);
+  }
   inline __m512i pair(int, int j) const {
     return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, (unsigned)(4 * j)), table);
   }
