@@ -1,5 +1,5 @@
 // The kernels of one instruction set, as a table of functions over raw pointers. All checks are done by the
-// callers (program.cpp, bind.cpp). Rows are row-major floats with a stride in elements.
+// callers (program.cpp, execute.cpp, bind.cpp). Rows are row-major floats with a stride in elements.
 #pragma once
 
 #include <cstddef>

@@ -69,6 +69,14 @@ struct KvShape {
   bool wide = false;  // float32, else bf16
 };
 
+// A row length in elements of `size` bytes that keeps consecutive rows out of the same cache sets: rows exactly a
+// multiple of 1 KiB apart evict each other when a kernel walks down a column of tiles.
+inline int64_t spread(int64_t length, int64_t size) { return length * size % 1024 == 0 ? length + 64 / size : length; }
+inline int64_t prepared_stride(int k) { return spread((k + 31) / 32 * 32, 2); }
+
+// Most panels of gate and up that one item of a gated linear takes: its rows of both stay in the L2 cache.
+constexpr int kGatedPanels = 4;
+
 class Program {
  public:
   Program(const Kernels* kernels, int num_threads, int max_tokens, int max_outputs);

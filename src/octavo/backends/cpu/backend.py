@@ -158,6 +158,7 @@ def _rope_factors(model: LoadedModel) -> npt.NDArray[np.float32] | None:
 
 def _details(isa: str, threads: int, kv_cache_dtype: str, formats: set[str]) -> dict[str, str]:
     product = {"avx512_bf16": "bf16 dot product, float32 sums", "amx": "AMX bf16 tiles, float32 sums"}.get(isa)
+    attention = "AMX bf16 tiles" if isa == "amx" and kv_cache_dtype == "bfloat16" else "float32"
     linear = []
     for name in sorted(formats):
         exact = name in ("F32", "F16") or product is None
@@ -166,7 +167,7 @@ def _details(isa: str, threads: int, kv_cache_dtype: str, formats: set[str]) -> 
         "instruction set": isa,
         "threads": str(threads),
         "linear": "; ".join(linear),
-        "attention": f"float32 over {kv_cache_dtype} KV, pieces of 64 tokens",
+        "attention": f"{attention} over {kv_cache_dtype} KV, pieces of 64 tokens",
         "norms, rope, activation": f"float32, {isa}",
         "sampler": f"float32, {isa}",
     }

@@ -1,0 +1,252 @@
+// Running an op program: one step, all ops in order, shared out among the pool's threads. See program.h.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "program.h"
+
+namespace octavo {
+namespace {
+
+// Rows that a loop must have before it is worth waking the other threads for a cheap op.
+constexpr int kParallelRows = 8;
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+template <class F>
+void Program::for_rows(int rows, int cost, const F& f) {
+  // `cost` is roughly the floats touched per row: small loops stay on this thread.
+  if (rows < kParallelRows || (int64_t)rows * cost < 16384) {
+    for (int r = 0; r < rows; ++r) f(r, 0);
+    return;
+  }
+  const int step = std::max(1, std::min(16, rows / (4 * pool_.size())));
+  pool_.run((rows + step - 1) / step, [&](int64_t item, int thread) {
+    const int end = std::min(rows, (int)(item + 1) * step);
+    for (int r = (int)item * step; r < end; ++r) f(r, thread);
+  });
+}
+
+void Program::copy_blocks(const StepInput& in) {
+  const size_t size = kv_block_head_bytes(kv_.head_dim, kv_.wide) * kv_.heads;
+  for (int c = 0; c < in.num_copies; ++c)
+    for (int layer = 0; layer < kv_.layers; ++layer)
+      memcpy(kv_at(layer, in.copies[2 * c + 1], 0), kv_at(layer, in.copies[2 * c], 0), size);
+}
+
+void Program::plan_tiles(const StepInput& in) {
+  tiles_.clear();
+  for (int row = 0; row < in.num_rows; ++row)
+    for (int t = in.row_start[row]; t < in.row_start[row + 1]; t += kTileTokens)
+      tiles_.push_back({row, t, std::min(kTileTokens, in.row_start[row + 1] - t), in.positions[t]});
+  // Longest first, so that no thread is left alone with a long one at the end. Does not touch any result.
+  std::stable_sort(tiles_.begin(), tiles_.end(), [](const Tile& a, const Tile& b) {
+    return (int64_t)a.num_tokens * (a.first_pos + a.num_tokens) > (int64_t)b.num_tokens * (b.first_pos + b.num_tokens);
+  });
+}
+
+void Program::execute(const StepInput& in) {
+  copy_blocks(in);
+  plan_tiles(in);
+  const int split = gather_at_ < 0 ? (int)ops_.size() : gather_at_;
+  const auto timed = [&](const Op& op, int rows, int first_output) {
+    const double start = seconds_now();
+    run(op, in, rows, first_output);
+    op_seconds_[(int)op.code] += seconds_now() - start;
+  };
+  for (int i = 0; i < split; ++i) timed(ops_[i], in.num_tokens, 0);
+  for (int first = 0; first < in.num_outputs; first += output_rows_)
+    for (int i = split; i < (int)ops_.size(); ++i)
+      timed(ops_[i], std::min(output_rows_, in.num_outputs - first), first);
+}
+
+void Program::run(const Op& op, const StepInput& in, int rows, int first_output) {
+  const Kernels& k = *kernels_;
+  switch (op.code) {
+    case OpCode::kEmbedding: {
+      const Table& t = tables_[op.index];
+      for_rows(rows, t.width, [&](int r, int) {
+        unpack_row(*t.format, t.data + (size_t)in.token_ids[r] * t.row_bytes, t.width, at(op.out, r));
+      });
+      break;
+    }
+    case OpCode::kRmsNorm:
+      for_rows(rows, op.a.width, [&](int r, int) {
+        k.rms_norm(at(op.a, r), vectors_[op.index].data(), op.a.width, op.number, at(op.out, r));
+        if (op.prepares) prepare_row(op.out, r);
+      });
+      break;
+    case OpCode::kAddRmsNorm:
+      for_rows(rows, op.a.width, [&](int r, int) {
+        k.add_rms_norm(at(op.a, r), at(op.b, r), vectors_[op.index].data(), op.a.width, op.number, at(op.out, r));
+        if (op.prepares) prepare_row(op.out, r);
+      });
+      break;
+    case OpCode::kAdd:
+      for_rows(rows, op.a.width, [&](int r, int) { k.add(at(op.a, r), at(op.b, r), op.a.width); });
+      break;
+    case OpCode::kLinear:
+      run_linear(op, rows);
+      break;
+    case OpCode::kGatedLinear:
+      run_gated_linear(op, rows);
+      break;
+    case OpCode::kHeadNorm:
+      for_rows(rows, op.a.width, [&](int r, int) {
+        for (int h = 0; h < op.a.width; h += op.size)
+          k.rms_norm(at(op.a, r) + h, vectors_[op.index].data(), op.size, op.number, at(op.a, r) + h);
+      });
+      break;
+    case OpCode::kRope:
+      for_rows(rows, op.a.width, [&](int r, int) {
+        const size_t angle = (size_t)in.positions[r] * rope_half_;
+        k.rope(at(op.a, r), op.a.width / op.size, op.size, cos_.data() + angle, sin_.data() + angle);
+      });
+      break;
+    case OpCode::kAttention:
+      run_attention(op, in);
+      break;
+    case OpCode::kGather:
+      for (int r = 0; r < rows; ++r)
+        memcpy(at(op.out, r), at(op.a, in.output_tokens[first_output + r]), (size_t)op.a.width * 4);
+      break;
+    case OpCode::kSample:
+      run_sample(op, in, rows, first_output);
+      break;
+    case OpCode::kCount:
+      break;
+  }
+}
+
+void Program::prepare_row(View x, int row) {
+  kernels_->prepare_row(at(x, row), x.width, (uint16_t*)prepared_.get() + row * prepared_stride(x.width),
+                        sums_.data() + row * sums_per_row(x.width));
+}
+
+void Program::prepare_input(const Op& op, int rows) {
+  if (op.is_prepared) return;
+  bool wanted = false;
+  for (const LinearPart& p : op.parts) wanted = wanted || kernels_->wants_prepared(matrices_[p.matrix]);
+  if (wanted) for_rows(rows, op.a.width, [&](int r, int) { prepare_row(op.a, r); });
+}
+
+LinearArgs Program::linear_args(const Op& op, int matrix, const float* bias, int rows) const {
+  LinearArgs args{};
+  args.w = &matrices_[matrix];
+  args.bias = bias;
+  args.x = at(op.a, 0);
+  args.ldx = stride(op.a);
+  args.prepared = (const uint16_t*)prepared_.get();
+  args.ld_prepared = prepared_stride(op.a.width);
+  args.sums = sums_.data();
+  args.ld_sums = sums_per_row(op.a.width);
+  args.offset32 = (op.a.width + 31) / 32 * 2;
+  args.rows = rows;
+  return args;
+}
+
+void Program::run_linear(const Op& op, int rows) {
+  prepare_input(op, rows);
+  int panels = 0;
+  for (const LinearPart& p : op.parts) panels += matrices_[p.matrix].panels;
+  // Panels per item: few enough items to be cheap, enough of them to balance the threads.
+  int step = rows <= 16 ? 4 : 2;
+  while (panels > step * pool_.size() * 32) step *= 2;
+  int items = 0;
+  for (const LinearPart& p : op.parts) items += (matrices_[p.matrix].panels + step - 1) / step;
+  pool_.run(items, [&](int64_t item, int thread) {
+    for (const LinearPart& p : op.parts) {
+      const PackedMatrix& m = matrices_[p.matrix];
+      const int64_t here = (m.panels + step - 1) / step;
+      if (item >= here) {
+        item -= here;
+        continue;
+      }
+      LinearArgs args = linear_args(op, p.matrix, op.bias >= 0 ? vectors_[op.bias].data() + p.column : nullptr, rows);
+      args.y = at(op.out, 0) + p.column;
+      args.ldy = stride(op.out);
+      kernels_->linear(args, (int)item * step, std::min(m.panels, (int)(item + 1) * step), scratch_[thread].data());
+      return;
+    }
+  });
+}
+
+// Gate and up of a few panels go to scratch, and only their product to memory: at 512 rows the two would not fit in
+// the L2 cache.
+void Program::run_gated_linear(const Op& op, int rows) {
+  prepare_input(op, rows);
+  const PackedMatrix& m = matrices_[op.parts[0].matrix];
+  const size_t linear_bytes = (kernels_->linear_scratch_bytes(m.k) + 63) / 64 * 64;
+  const int step = rows <= 16 ? kGatedPanels : kGatedPanels / 2;
+  pool_.run((m.panels + step - 1) / step, [&](int64_t item, int thread) {
+    const int begin = (int)item * step, end = std::min(m.panels, begin + step);
+    const int64_t ld = (end - begin) * 16;
+    float* const halves[2] = {(float*)(scratch_[thread].data() + linear_bytes),
+                              (float*)(scratch_[thread].data() + linear_bytes) + rows * ld};
+    for (int i = 0; i < 2; ++i) {
+      const float* bias = op.bias >= 0 ? vectors_[op.bias].data() + i * m.n : nullptr;
+      LinearArgs args = linear_args(op, op.parts[i].matrix, bias, rows);
+      args.y = halves[i];
+      args.ldy = ld;
+      args.first_panel = begin;
+      kernels_->linear(args, begin, end, scratch_[thread].data());
+    }
+    const int width = std::min(m.n - begin * 16, (int)ld);
+    for (int r = 0; r < rows; ++r)
+      kernels_->silu_mul(halves[0] + r * ld, halves[1] + r * ld, width, at(op.out, r) + begin * 16);
+  });
+}
+
+void Program::run_attention(const Op& op, const StepInput& in) {
+  const Kernels& k = *kernels_;
+  const int head_dim = kv_.head_dim, group = op.a.width / (kv_.heads * head_dim);
+  // All keys and values of the step are in their slots before any query looks: a chunk sees itself.
+  const auto store = [&](int64_t item) {
+    const int64_t row = item / kv_.heads;
+    const int h = (int)(item % kv_.heads);
+    const int32_t* table = in.block_ids + in.table_start[row];
+    for (int t = in.row_start[row]; t < in.row_start[row + 1]; ++t) {
+      const int block = table[in.positions[t] / kBlockTokens], offset = in.positions[t] % kBlockTokens;
+      k.store_kv(at(op.b, t) + h * head_dim, at(op.c, t) + h * head_dim, head_dim, kv_.wide, kv_at(op.index, block, h),
+                 offset);
+    }
+  };
+  if (in.num_tokens < kParallelRows) {
+    for (int i = 0; i < in.num_rows * kv_.heads; ++i) store(i);
+  } else {
+    pool_.run((int64_t)in.num_rows * kv_.heads, [&](int64_t item, int) { store(item); });
+  }
+  const size_t block_stride = kv_block_head_bytes(head_dim, kv_.wide) * kv_.heads;
+  pool_.run((int64_t)tiles_.size() * kv_.heads, [&](int64_t item, int thread) {
+    const Tile& tile = tiles_[(size_t)(item / kv_.heads)];
+    const int head = (int)(item % kv_.heads);
+    const AttentionTask task{at(op.a, tile.first_token) + head * group * head_dim,
+                             stride(op.a),
+                             at(op.out, tile.first_token) + head * group * head_dim,
+                             stride(op.out),
+                             kv_at(op.index, 0, head),
+                             block_stride,
+                             in.block_ids + in.table_start[tile.row],
+                             tile.num_tokens,
+                             group,
+                             tile.first_pos,
+                             op.size,
+                             head_dim,
+                             op.number};
+    k.attention(task, kv_.wide, scratch_[thread].data());
+  });
+}
+
+void Program::run_sample(const Op& op, const StepInput& in, int rows, int first_output) {
+  pool_.run(rows, [&](int64_t r, int thread) {
+    const int64_t i = first_output + r;
+    kernels_->sample_row(at(op.a, r), in.samples[i], in.results + i, in.top_ids + i * in.top_stride,
+                         in.top_logprobs + i * in.top_stride, scratch_[thread].data());
+  });
+}
+
+}  // namespace octavo
