@@ -22,9 +22,14 @@ ThreadPool::~ThreadPool() {
 }
 
 void ThreadPool::take_items(int thread) {
-  for (int64_t i = next_.fetch_add(1, std::memory_order_relaxed); i < num_items_;
-       i = next_.fetch_add(1, std::memory_order_relaxed))
-    call_(context_, i, thread);
+  uint64_t claim = claims_.load(std::memory_order_acquire);
+  while ((uint32_t)claim < (uint32_t)(claim >> 32)) {
+    if (!claims_.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire))
+      continue;
+    call_(context_, (int64_t)(uint32_t)claim, thread);
+    done_.fetch_add(1, std::memory_order_release);
+    claim = claims_.load(std::memory_order_acquire);
+  }
 }
 
 void ThreadPool::work(int thread) {
@@ -32,27 +37,25 @@ void ThreadPool::work(int thread) {
   for (;;) {
     for (int i = 0; i < kSpins && generation_.load(std::memory_order_acquire) == seen; ++i) _mm_pause();
     generation_.wait(seen, std::memory_order_acquire);
-    ++seen;  // run_job waits for every worker, so no generation is ever skipped
+    seen = generation_.load(std::memory_order_acquire);
     if (stopping_.load()) return;
     take_items(thread);
-    busy_.fetch_sub(1, std::memory_order_release);
   }
 }
 
 void ThreadPool::run_job(int64_t num_items, Call call, const void* context) {
   call_ = call;
   context_ = context;
-  num_items_ = num_items;
-  next_.store(0, std::memory_order_relaxed);
-  busy_.store((int)workers_.size(), std::memory_order_relaxed);
+  done_.store(0, std::memory_order_relaxed);
+  claims_.store((uint64_t)num_items << 32, std::memory_order_release);
   generation_.fetch_add(1, std::memory_order_release);
   generation_.notify_all();
   take_items(0);
-  for (int i = 0; busy_.load(std::memory_order_acquire) != 0; ++i) {
+  for (int i = 0; done_.load(std::memory_order_acquire) != num_items; ++i) {
     if (i < kSpins) {
       _mm_pause();
     } else {
-      sched_yield();  // a worker lost its core; give it ours
+      sched_yield();  // the thread with the last item lost its core; give it ours
     }
   }
 }
