@@ -35,7 +35,7 @@ help:
 serve: $(VENV)/.installed
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.installed $(VENV)/.test
+test: $(VENV)/.installed $(VENV)/.test $(VENV)/.llamaindex
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.installed $(VENV)/.dev
@@ -87,6 +87,13 @@ $(VENV)/.installed: $(VENV)/.tools pyproject.toml CMakeLists.txt README.md $(CPP
 $(VENV)/.test: $(VENV)/.tools pyproject.toml
 	$(SAY) 'Installing the test tools'
 	@$(PIP) install $$($(BIN)/python .ci/extras.py test)
+	@touch $@
+
+$(VENV)/.llamaindex: $(VENV)/.tools pyproject.toml
+	$(SAY) 'Installing LlamaIndex into an environment of its own'
+	@test -x $(VENV)/llamaindex/bin/python || $(BIN)/python -m venv $(VENV)/llamaindex
+	@$(VENV)/llamaindex/bin/python -m pip --disable-pip-version-check -q install \
+	  $$($(BIN)/python .ci/extras.py test-llamaindex)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.tools pyproject.toml

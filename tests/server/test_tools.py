@@ -8,18 +8,11 @@ from typing import Any
 
 import openai
 import pytest
+from support.answers import TOOL_TEMPLATE
 from support.live_server import MODEL, TEMPLATE, LiveServer, live_server
 
 from octavo.text.chat import render_chat
 
-TOOL_TEMPLATE = (
-    "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call><|im_end|>{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "{% for c in m['tool_calls'] or [] %}"
-    "{{ c['function']['name'] }}({{ c['function']['arguments'] | tojson }})"
-    "{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TOOLS: Any = [
     {
         "type": "function",
