@@ -31,6 +31,7 @@ CORE = [
         "scheduler",
         "engine",
     ),
+    *("counters", "line", "draft", "chunks", "admission", "preemption", "forks", "searches", "outcomes"),
     *("beams", "explain", "foresight"),
     *(
         "kv.partial",

@@ -31,7 +31,7 @@ MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. Sequences and blocks now, then totals since the start (see `scheduler.Counters`)."""
+    """A snapshot. Sequences and blocks now, then totals since the start (see `counters.Counters`)."""
 
     num_running: int
     num_waiting: int

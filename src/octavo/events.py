@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
@@ -35,6 +36,45 @@ class OutputEvent:
     embedding: bytes | None = None
     num_shared: int = 0
     score: float | None = None
+
+
+def news(
+    seq: Sequence,
+    scores: tuple[TokenLogprobs, ...],
+    token_ids: tuple[int, ...] = (),
+    logprobs: tuple[TokenLogprobs, ...] | None = None,
+    score: float | None = None,
+    embedding: bytes | None = None,
+) -> OutputEvent:
+    """What there is to tell of `seq` after a step; its end, if it has ended."""
+    return OutputEvent(
+        seq.request.request_id,
+        seq.index,
+        token_ids,
+        logprobs,
+        scores,
+        seq.num_cached or 0,
+        seq.finish_reason,
+        seq.stop_reason,
+        num_shared=seq.num_shared,
+        score=score,
+        embedding=embedding,
+    )
+
+
+def terminal_events(sequences: Iterable[Sequence], error: str | None = None) -> list[OutputEvent]:
+    """The last events of sequences that ended without a token; nobody knows of the further beams of a search."""
+    return [
+        OutputEvent(
+            seq.request.request_id,
+            seq.index,
+            num_cached=seq.num_cached or 0,
+            finish_reason=seq.finish_reason,
+            error=error,
+        )
+        for seq in sequences
+        if seq.index < seq.request.params.num_outputs
+    ]
 
 
 class WaitReason(enum.StrEnum):

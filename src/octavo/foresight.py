@@ -81,13 +81,13 @@ def expected_peak(num_used: int, sequences: ListLike[tuple[float, int]], block_s
 
 
 class Foresight:
-    """Says whether one more sequence is expected to fit until the end. Learns from every answer that ends."""
+    """Says whether one more sequence is expected to fit until the end, if answers are like those in `lengths`."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_known: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_known: int, lengths: LengthEstimate) -> None:
         self._limit = num_blocks
         self._block_size = block_size
         self._max_known = max_known
-        self.lengths = LengthEstimate()
+        self._lengths = lengths
 
     def expects_room(
         self,
@@ -108,7 +108,7 @@ class Foresight:
         return expected_peak(num_used, growth, self._block_size) <= self._limit
 
     def _remaining(self, seq: Sequence) -> float:
-        return self.lengths.remaining(seq.num_generated, max_tokens_of(seq.request, self._max_known))
+        return self._lengths.remaining(seq.num_generated, max_tokens_of(seq.request, self._max_known))
 
 
 def num_private_blocks(seq: Sequence, tables: BlockTables) -> int:

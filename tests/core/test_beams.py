@@ -220,7 +220,7 @@ def test_abort_and_faults_of_a_search():
     for request_id, reason in (("gone", FinishReason.ABORT), ("fails", FinishReason.ERROR)):
         assert {key[1] for key in driver.outcomes if key[0] == request_id} == {0, 1}
         assert all(driver.outcomes[request_id, i].finish_reason is reason for i in range(2))
-    assert driver.engine.scheduler._searches == {}
+    assert driver.engine.scheduler.line.searches == {}
     bad = Driver(HashBackend(row_error=lambda row: "NaN" if row.start == 45 and row.block_ids[0] % 1 == 0 else None))
     bad.add(prompt(40), wide, request_id="r")
     bad.run()

@@ -293,7 +293,7 @@ def test_a_fault_in_planning_ends_everything_visibly(monkeypatch):
     ids = [driver.add(prompt(20, i), greedy(9)) for i in range(3)]
     driver.step()
     with monkeypatch.context() as patch:
-        patch.setattr(driver.engine.scheduler, "_plan_running", lambda draft: 1 / 0)
+        patch.setattr(driver.engine.scheduler._chunks, "advance_running", lambda draft: 1 / 0)
         driver.step()
     assert all(driver.outcomes[i, 0].finish_reason is ERROR for i in ids)
     check_idle(driver.engine)

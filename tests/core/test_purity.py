@@ -10,11 +10,15 @@ import octavo
 
 ROOT = Path(octavo.__file__).parent
 CORE = ["request.py", "plan.py", "scheduler.py", "policies.py", "engine.py", "clock.py", "events.py"]
+CORE += [f"{name}.py" for name in ("counters", "line", "draft", "chunks", "admission", "outcomes")]
 CORE += [f"kv/{name}.py" for name in ("pool", "prefix", "sizing", "tables")]
 # Features that the core meets in one seam each; each is counted for itself (docs/adr/0004-a-larger-core.md).
 FEATURES = [
     "foresight.py",
+    "preemption.py",
+    "forks.py",
     "beams.py",
+    "searches.py",
     "constraint.py",
     "kv/partial.py",
     "kv/retention.py",
@@ -45,7 +49,7 @@ def test_core_imports_only_core_and_the_standard_library(name):
 
 
 def test_core_stays_small():
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in CORE) <= 2300  # docs/adr/0004-a-larger-core.md
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in CORE) <= 2400  # docs/adr/0004-a-larger-core.md
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -9,11 +9,11 @@ from typing import Any
 
 from octavo.clock import VirtualClock
 from octavo.config import EngineConfig
+from octavo.draft import Draft
 from octavo.engine import Engine
 from octavo.events import OutputEvent
 from octavo.plan import TokenLogprobs
 from octavo.request import FinishReason, SamplingParams
-from octavo.scheduler import _Draft
 from support.script_backend import HashBackend, SlotBackend
 
 
@@ -108,7 +108,7 @@ def check_books(engine: Engine) -> None:
     assert pool.num_free + pool.num_used == pool.num_blocks
     live = [seq for samples in scheduler.requests.values() for seq in samples if not seq.finished]
     assert sorted(map(id, live)) == sorted(map(id, [*scheduler.running, *scheduler.waiting]))
-    assert scheduler._num_live == len(live)
+    assert scheduler.line.num_live == len(live)
     for line in (scheduler.running, scheduler.waiting):
         assert [s.order for s in line] == sorted(s.order for s in line)
     assert len(scheduler.running) <= engine.config.max_num_seqs
@@ -130,5 +130,5 @@ def check_idle(engine: Engine) -> None:
 
 def preempt_last(engine: Engine) -> None:
     """Preempt the last in line between two steps, as if blocks had run out."""
-    engine.scheduler._preempt(engine.scheduler.running[-1], _Draft(0))
+    engine.scheduler.preemptor.preempt(engine.scheduler.running[-1], Draft(0))
     check_books(engine)

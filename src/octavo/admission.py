@@ -1,0 +1,152 @@
+"""Admission: who of those that wait may start, and what is missing for the one at the front."""
+
+from __future__ import annotations
+
+from octavo.chunks import Chunks
+from octavo.config import EngineConfig
+from octavo.draft import Draft
+from octavo.events import WaitReason
+from octavo.foresight import Foresight
+from octavo.kv.sizing import blocks_for
+from octavo.kv.tables import Hits
+from octavo.line import Line
+from octavo.policies import Preemption
+from octavo.preemption import Preemptor
+from octavo.request import Sequence, SequenceStatus
+
+_RUNNING = SequenceStatus.RUNNING
+
+
+class Admission:
+    """Lets sequences in from the front of the line, without overtaking."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        line: Line,
+        rules: Preemption,
+        preemptor: Preemptor,
+        chunks: Chunks,
+        foresight: Foresight,
+    ) -> None:
+        self._config = config
+        self._line = line
+        self._rules = rules
+        self._preemptor = preemptor
+        self._chunks = chunks
+        self._foresight = foresight
+
+    def admit(self, draft: Draft, now: float) -> None:
+        """As long as budget, places and blocks last.
+
+        One whose prompt another is computing *rides*: it waits for it without holding up the line, and
+        the place and the blocks that it will need stay reserved.
+        """
+        line, tables = self._line, self._line.tables
+        reason: WaitReason | None = None
+        computing = [seq for seq in line.running if seq.num_computed < seq.num_prompt]
+        num_riding = num_reserved = 0
+        while num_riding < len(line.waiting) and draft.budget > 0:
+            seq = line.waiting[num_riding]
+            hits = tables.find_hits(seq, self._sibling_with_prompt(seq))
+            if (num_blocks := self._rides(seq, hits, computing)) is not None:
+                num_riding += 1
+                num_reserved += num_blocks
+                continue
+            beside = seq.request.params.num_sequences - 1 if seq.request.request_id in line.searches else 0
+            reserved = (num_riding + beside, num_reserved + (beside if seq.request.max_tokens > 1 else 0))
+            reason = self._obstacle(seq, hits, reserved)
+            if reason is not None and not self._displace_for(seq, hits, reserved, draft):
+                if not line.running and tables.retention.yield_one():
+                    continue  # pins never make the only one wait
+                break
+            computing.append(seq)
+            tables.take_hits(seq, hits)
+            line.admit(seq, now)
+            self._chunks.advance(seq, draft)
+        self._tell_who_waits(num_riding, reason if draft.budget > 0 else None)
+
+    def _tell_who_waits(self, num_riding: int, reason: WaitReason | None) -> None:
+        line = self._line
+        if line.observer is not None:
+            for seq in line.waiting[:num_riding]:
+                line.observer.held(seq, WaitReason.PREFIX)
+            for seq in line.waiting[num_riding : num_riding + 1]:
+                line.observer.held(seq, reason or WaitReason.BUDGET)
+
+    def _rides(self, seq: Sequence, hits: Hits, computing: list[Sequence]) -> int | None:
+        """How many blocks `seq` will need when the prompt that it waits for is computed; None if it does not wait.
+
+        A sample waits for its sibling, with which it then shares all blocks. Others wait for whoever
+        computes at least half of what they lack.
+        """
+        num_known, block_size = seq.num_known, self._config.block_size
+        for other in computing:
+            if other.status is not _RUNNING or other.num_computed >= other.num_prompt:
+                continue  # preempted since, or a sample that started from its sibling
+            if other.request is seq.request:
+                return 1
+            num_common = self._line.tables.num_common(seq, other)
+            # Its tokens can be hit when their block is full or the whole prompt is there.
+            done = min(other.num_prompt, blocks_for(num_common, block_size) * block_size)
+            if 2 * (num_common - hits.num_tokens) >= num_known - hits.num_tokens and other.num_computed < done:
+                return blocks_for(num_known, block_size) - num_common // block_size
+        return None
+
+    def _sibling_with_prompt(self, seq: Sequence) -> Sequence | None:
+        """A running sibling, whose blocks hold the prompt: it serves a sample that starts later than the others."""
+        if seq.request.params.num_sequences == 1:
+            return None
+        return next((s for s in self._line.requests[seq.request.request_id] if s.status is _RUNNING), None)
+
+    def _obstacle(self, seq: Sequence, hits: Hits, reserved: tuple[int, int]) -> WaitReason | None:
+        """What is missing to admit `seq`, beside the reserved (places, blocks): a place, or free blocks for
+        all known tokens. None if nothing is.
+
+        All, not only those of the first chunk, and one to spare where others run: otherwise admitting
+        one soon preempts another, and they thrash. For the same reason the blocks that all running
+        ones are expected to grow by must be there: see `octavo.foresight`.
+        """
+        running, tables = self._line.running, self._line.tables
+        if len(running) + reserved[0] >= self._config.max_num_seqs:
+            return WaitReason.PLACES
+        spare = reserved[1] + (1 if running else 0)
+        needed = tables.num_missing(seq, seq.num_known) - len(hits.block_ids)
+        needed += tables.pool.num_free_of(hits.block_ids)
+        claimed = self._num_claimed()
+        if needed + claimed + spare > tables.pool.num_free or not self._rules.keeps_promises(seq, running):
+            return WaitReason.BLOCKS
+        if self._config.admission == "greedy":
+            return None
+        expected = self._foresight.expects_room(
+            seq, running, tables, needed, claimed + reserved[1], self._num_forks(seq)
+        )
+        return None if expected else WaitReason.GROWTH
+
+    def _num_forks(self, seq: Sequence) -> int:
+        """Samples that will start when `seq` has computed their prompt."""
+        if seq.request.params.num_sequences == 1 or seq.num_generated:
+            return 0
+        return len(self._line.siblings_before_first_token(seq))
+
+    def _num_claimed(self) -> int:
+        """Blocks that running sequences which have not caught up still have to take.
+
+        Without a cap on chunks they leave no budget to admit others, so then nobody needs to ask.
+        """
+        if not self._config.long_prefill_token_threshold:
+            return 0
+        return sum(max(0, self._line.tables.num_missing(s, s.num_known)) for s in self._line.running)
+
+    def _displace_for(self, seq: Sequence, hits: Hits, reserved: tuple[int, int], draft: Draft) -> bool:
+        """Preempt running sequences of lower priority that come after `seq` in line, if that makes room for it."""
+        tables = self._line.tables
+        later = [s for s in self._line.running if self._rules.may_displace(seq, s)]
+        if not later:
+            return False
+        attainable = tables.pool.num_free + tables.num_freed_by(later)
+        if tables.num_missing(seq, seq.num_known) > attainable:
+            return False
+        while later and self._obstacle(seq, hits, reserved):
+            self._preemptor.preempt(later.pop(), draft)
+        return self._obstacle(seq, hits, reserved) is None
