@@ -108,3 +108,7 @@ class GrammarCompiler(Protocol):
     def compile(self, wish: StructuredOutputsParams) -> Grammar:
         """Raises RequestError where the wish is wrong, cannot be fulfilled or asks for too much."""
         ...
+
+    def find(self, wish: StructuredOutputsParams) -> Grammar | None:
+        """What `compile` would return, if it had nothing to do."""
+        ...

@@ -85,10 +85,12 @@ class Engine:
         tenant: str = "",
         priority: int = 0,
         pin_seconds: float | None = None,
+        compile_grammar: bool = True,
     ) -> Request:
         """Check everything about a request that needs the model or the pool, and fill in what is open.
 
-        `max_tokens` becomes a number and is clamped to the context, a missing seed is drawn. Raises
+        `max_tokens` becomes a number and is clamped to the context, a missing seed is drawn. Without
+        `compile_grammar` a grammar that is not known yet is left to the caller. Raises
         RequestError, ContextLengthError (prompt leaves no room), NeverFitsError (pool too small).
         """
         vocab_size = self.backend.capabilities.vocab_size
@@ -129,7 +131,7 @@ class Engine:
             priority=priority,
             pin_seconds=pin_seconds,
             arrival=self._clock.now(),
-            grammar=self._grammar(params.structured_outputs),
+            grammar=self._grammar(params.structured_outputs, compile_grammar),
         )
         self._check_beams(request)
         return request
@@ -139,14 +141,14 @@ class Engine:
             max_width = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
             check_limits(request, vocab_size=self.backend.capabilities.vocab_size, max_width=max_width)
 
-    def _grammar(self, wish: StructuredOutputsParams | None) -> Grammar | None:
+    def _grammar(self, wish: StructuredOutputsParams | None, compile_it: bool) -> Grammar | None:
         if wish is None:
             return None
         if self.grammars is None:
             raise RequestError(
                 "structured output needs a tokenizer, which this model lacks", param="structured_outputs"
             )
-        return self.grammars.compile(wish)
+        return self.grammars.compile(wish) if compile_it else self.grammars.find(wish)
 
     def _check_pin(self, num_prompt: int, pin_seconds: float) -> None:
         """RequestError if the prompt's prefix can never be pinned."""
@@ -177,6 +179,7 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue it. QueueFullError; RequestError if the id belongs to a live request."""
+        assert request.grammar is not None or request.params.structured_outputs is None
         num_prompt = len(request.prompt_token_ids)
         if num_prompt + min(1, request.max_tokens) > self.config.max_model_len:
             raise ContextLengthError(num_prompt, self.config.max_model_len)

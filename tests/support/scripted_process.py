@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import EngineConfig, EngineOptions
+from octavo.constraint import StructuredOutputsParams
 from octavo.engine import Engine
 from octavo.errors import CorruptFileError
 from octavo.plan import StepPlan, StepResult
-from octavo.text.constraints import ConstraintCompiler
+from octavo.text.constraints import CompiledGrammar, ConstraintCompiler
 from octavo.text.tokenizer import Tokenizer
 from support.live_server import ScriptedModel
 from support.script_backend import HashBackend, digest
@@ -97,6 +98,29 @@ def deadly(model: str, options: EngineOptions, *, progress: Any = None) -> FakeA
     )
     config = EngineConfig(max_model_len=options.max_model_len or 512, num_blocks=512)
     return FakeAssembly(Engine(config, backend), FakeModel(directory), config, ["Weights: none"])
+
+
+class SlowCompiler(ConstraintCompiler):
+    """The first engine process never gets a grammar ready; a file `compiling` tells that it tries."""
+
+    directory: Path
+
+    def compile(self, wish: StructuredOutputsParams) -> CompiledGrammar:
+        mark = self.directory / "compiling"
+        if not mark.exists():
+            mark.touch()
+            time.sleep(1000)
+        return super().compile(wish)
+
+
+def slow_grammars(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+    """Like `assemble`, with a SlowCompiler."""
+    made = assemble(model, options, progress=progress)
+    compiler = made.engine.grammars = SlowCompiler(
+        Tokenizer.from_directory(Path(model)), made.engine.backend.capabilities.vocab_size
+    )
+    compiler.directory = Path(model)
+    return made
 
 
 def crowded(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -302,17 +303,17 @@ class _QueueInbox:
     """Commands from a queue in the same process."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     def receive(self, *, block: bool) -> list[Command]:
-        commands: list[Command] = []
-        if block:
-            commands.append(self.queue.get())
-        while True:
-            try:
-                commands.append(self.queue.get_nowait())
-            except queue.Empty:
-                return commands
+        arrived = [self.queue.get()] if block else []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                arrived.append(self.queue.get_nowait())
+        return [command for command in arrived if command is not None]
+
+    def wake(self) -> None:
+        self.queue.put(None)
 
 
 class ThreadEngineClient(BaseEngineClient):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -31,16 +32,27 @@ class _ZmqInbox:
     def __init__(self, commands: zmq.Socket[bytes]) -> None:
         self._commands = commands
         self._decode = msgspec.msgpack.Decoder(Command).decode
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(commands, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
 
     def receive(self, *, block: bool) -> list[Command]:
-        commands: list[Command] = []
         if block:
-            commands.append(self._decode(self._commands.recv()))
-        try:
+            self._poller.poll()
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)
+        commands: list[Command] = []
+        with contextlib.suppress(zmq.Again):
             while True:
                 commands.append(self._decode(self._commands.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            return commands
+        return commands
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it will wake up
+            self._waker.send(b"w")
 
 
 def main(directory: str, lifeline: socket.socket, heart: Heart, log_format: str) -> int:

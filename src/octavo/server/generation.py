@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -94,6 +95,7 @@ class Generation:
         self.pin_seconds = pin_seconds
         self._priority = priority
         self._arrival = time.perf_counter()
+        self._submitting: asyncio.Future[RequestHandle] | None = None
         self._handle: RequestHandle | None = None
         self._gone = False
         self._failure: GenerationError | None = None
@@ -109,7 +111,7 @@ class Generation:
         self._first_choice = {uuid.uuid4().hex: p * params.num_outputs for p in range(len(self.prompts))}
 
     async def submit(self) -> None:
-        """Returns once the engine has admitted every prompt. Raises RequestError or EngineError."""
+        """Returns once the engine has admitted every prompt. Raises RequestError, EngineError, ClientGoneError."""
         eos = tuple(sorted(self._tokenizer.eos_token_ids))
         specs = [
             SubmitSpec(
@@ -125,12 +127,17 @@ class Generation:
             for request_id, prompt in zip(self._first_choice, self.prompts, strict=True)
         ]
         try:
-            self._handle = await self._client.submit(specs)
-            self._handle.on_overflow = self.client_gone
+            self._submitting = asyncio.ensure_future(self._client.submit(specs))
+            self._handle = await self._submitting
         except RequestError as e:
             if e.param == "prompt":
                 e.param = self._param
             raise
+        except asyncio.CancelledError:
+            if self._gone:
+                raise ClientGoneError("the client closed the connection") from None
+            raise
+        self._handle.on_overflow = self.client_gone
         self._metrics.prompt_tokens.inc(sum(len(p.token_ids) for p in self.prompts))
         if self._gone:
             self.client_gone()
@@ -271,6 +278,8 @@ class Generation:
     def client_gone(self) -> None:
         """The connection closed: end the request now. `updates` raises ClientGoneError from here on."""
         self._gone = True
+        if self._submitting is not None:
+            self._submitting.cancel()  # no effect once it is done
         if self._handle is not None and not self._handle.closed:
             self._handle.fail(ClientGoneError("the client closed the connection"))
             self._close(FinishReason.ABORT)

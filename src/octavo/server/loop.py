@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.errors import EngineError, OctavoError
+from octavo.server.compiling import CompileQueue, missing_grammar
 from octavo.server.step_metrics import MeasuredBackend
 from octavo.server.wire import (
     Abort,
@@ -33,6 +35,7 @@ from octavo.server.wire import (
 
 if TYPE_CHECKING:
     from octavo.engine import Engine
+    from octavo.request import Request
     from octavo.server.heart import Heart
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,11 @@ class Inbox(Protocol):
     """Where commands come from."""
 
     def receive(self, *, block: bool) -> list[Command]:
-        """All commands that have arrived; with `block`, waits for the first one."""
+        """All commands that have arrived; with `block`, waits for the first one or for `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """From any thread: the present or the next `receive` does not wait."""
         ...
 
 
@@ -66,6 +73,10 @@ class EngineLoop:
         self._flush = False
         engine.observe(num_recent=2048)
         self._measured = engine.backend = MeasuredBackend(engine.backend)
+        self._compiling: CompileQueue | None = None
+        if engine.grammars is not None:
+            limit = engine.config.max_num_seqs + engine.config.max_num_waiting
+            self._compiling = CompileQueue(engine.grammars, inbox.wake, max_sequences=limit)
 
     def run(self) -> None:
         """Returns after Shutdown. An exception of the engine itself is reported as Failed and ends the loop."""
@@ -74,6 +85,7 @@ class EngineLoop:
                 busy = self._flush or self._engine.has_unfinished
                 for command in self._inbox.receive(block=not busy):
                     self._apply(command)
+                self._add_compiled()
                 if not self._stopping and (self._flush or self._engine.has_unfinished):
                     self._step()
         except Exception as e:
@@ -95,13 +107,15 @@ class EngineLoop:
             self._submit(command)
         elif isinstance(command, Abort):
             for request_id in command.request_ids:
-                self._engine.abort(request_id)
+                self._abort(request_id)
             self._flush = True
         elif isinstance(command, FinishSequence):
-            self._engine.finish_sequence(command.request_id, command.index)
+            if self._compiling is None or not self._compiling.finish_sequence(command.request_id, command.index):
+                self._engine.finish_sequence(command.request_id, command.index)
         elif isinstance(command, GetStats):
-            values = _plain(self._engine.stats()) | {"step": self._measured.totals()}
-            self._emit(Stats(command.ticket, values))
+            num_compiling = 0 if self._compiling is None else self._compiling.num_sequences
+            more = {"step": self._measured.totals(), "num_compiling": num_compiling}
+            self._emit(Stats(command.ticket, _plain(self._engine.stats()) | more))
         elif isinstance(command, GetCache):
             self._emit(Told(command.ticket, self._engine.cache_report(command.tenant, command.limit)))
         elif isinstance(command, Unpin):
@@ -112,9 +126,8 @@ class EngineLoop:
             self._stopping = True
 
     def _submit(self, command: Submit) -> None:
-        """All specs are checked before the first is added; a full queue takes back those already added."""
-        added: list[str] = []
-        try:
+        """All specs are checked before the first is added. What needs a new grammar is added once that is compiled."""
+        with self._refusing(command.ticket):
             requests = [
                 self._engine.make_request(
                     spec.request_id,
@@ -125,22 +138,53 @@ class EngineLoop:
                     tenant=spec.tenant,
                     priority=spec.priority,
                     pin_seconds=spec.pin_seconds,
+                    compile_grammar=False,
                 )
                 for spec in command.specs
             ]
+            if self._compiling is not None and any(map(missing_grammar, requests)):
+                self._compiling.add(command.ticket, requests)
+            else:
+                self._add(command.ticket, requests)
+
+    @contextlib.contextmanager
+    def _refusing(self, ticket: int) -> Iterator[None]:
+        """Whatever goes wrong with a submission is its answer, and nobody else's."""
+        try:
+            yield
+        except OctavoError as e:
+            self._emit(Refused(ticket, to_wire(e)))
+        except Exception as e:  # one odd request must not end the loop for everyone
+            logger.exception("a request could not be admitted")
+            error = GenerationError(f"the request could not be admitted ({type(e).__name__})")
+            self._emit(Refused(ticket, to_wire(error)))
+
+    def _add(self, ticket: int, requests: list[Request]) -> None:
+        """A full queue takes back those already added."""
+        added: list[str] = []
+        try:
             for request in requests:
                 self._engine.add_request(request)
                 added.append(request.request_id)
-        except OctavoError as e:
+        except Exception:
             self._take_back(added)
-            self._emit(Refused(command.ticket, to_wire(e)))
-        except Exception as e:  # one odd request must not end the loop for everyone
-            logger.exception("a request could not be admitted")
-            self._take_back(added)
-            error = GenerationError(f"the request could not be admitted ({type(e).__name__})")
-            self._emit(Refused(command.ticket, to_wire(error)))
-        else:
-            self._emit(Admitted(command.ticket))
+            raise
+        self._emit(Admitted(ticket))
+
+    def _add_compiled(self) -> None:
+        for submitted in self._compiling.take_ready() if self._compiling is not None else ():
+            with self._refusing(submitted.ticket):
+                if submitted.error is not None:
+                    raise submitted.error
+                self._add(submitted.ticket, submitted.requests)
+                for request_id, index in submitted.finished:
+                    self._engine.finish_sequence(request_id, index)
+
+    def _abort(self, request_id: str) -> None:
+        gone = self._compiling.abort(request_id) if self._compiling is not None else None
+        if gone is not None:
+            self._emit(Refused(gone.ticket, to_wire(GenerationError("the request was aborted"))))
+        self._engine.abort(request_id)
 
     def _take_back(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

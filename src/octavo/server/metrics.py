@@ -119,6 +119,7 @@ class ServerMetrics:
 _GAUGES = (
     ("num_running", "octavo_num_requests_running", "Sequences in the running batch."),
     ("num_waiting", "octavo_num_requests_waiting", "Sequences that wait to be computed."),
+    ("num_compiling", "octavo_num_requests_compiling", "Sequences whose grammar is being compiled."),
     ("num_blocks", "octavo_kv_blocks", "KV blocks in the pool."),
     ("num_cached_blocks", "octavo_kv_blocks_cached", "KV blocks that the prefix cache can find."),
     ("num_free_blocks", "octavo_kv_blocks_free", "KV blocks that no sequence uses (the prefix cache may)."),

@@ -92,12 +92,17 @@ class ConstraintCompiler:
                 self._trie = _trie_of(self._tokenizer, self._vocab_size)
             return self._trie
 
-    def compile(self, wish: StructuredOutputsParams) -> CompiledGrammar:
+    def find(self, wish: StructuredOutputsParams) -> CompiledGrammar | None:
         with self._lock:
             found = self._cache.get(wish)
             if found is not None:
                 self._cache.move_to_end(wish)
-                return found
+            return found
+
+    def compile(self, wish: StructuredOutputsParams) -> CompiledGrammar:
+        found = self.find(wish)
+        if found is not None:
+            return found
         made = self._compile(wish)
         with self._lock:
             self._cache[wish] = made
