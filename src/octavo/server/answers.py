@@ -219,8 +219,10 @@ class KeyUsage(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    status: str
+    status: Literal["ok", "busy"]
     engine_restarts: int
+    step_running_s: float
+    engine_silent_s: float
 
 
 class Version(msgspec.Struct):

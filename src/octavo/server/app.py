@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,6 +35,7 @@ from octavo.server.failures import (
     plain_error_response,
     speaks_anthropic,
 )
+from octavo.server.health import health
 from octavo.server.messages import count_tokens, create_message
 from octavo.server.metrics import CONTENT_TYPE
 from octavo.server.openapi import docs_page, openapi
@@ -46,6 +48,8 @@ from octavo.text.tokenizer import Tokenizer
 __all__ = ["ServerSettings", "ServerState", "create_app"]
 
 logger = logging.getLogger(__name__)
+
+STATS_SECONDS = 2.0
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> Starlette:
@@ -180,21 +184,15 @@ async def get_request(request: Request, state: ServerState) -> Response:
     return json_response(await state.book.describe(request.path_params["id"], tenant_of(request.scope)))
 
 
-async def health(request: Request, state: ServerState) -> Response:
-    """200 while requests are served; 503 while shutting down, and while no engine is running."""
-    state.check_open()
-    if state.client.state != "running":
-        raise EngineError(f"the engine is {state.client.state}")
-    return json_response({"status": "ok", "engine_restarts": state.client.num_restarts})
-
-
 async def version(request: Request, state: ServerState) -> Response:
     return json_response({"version": octavo.__version__})
 
 
 async def metrics(request: Request, state: ServerState) -> Response:
+    """A busy engine answers between two steps; it is not waited for longer than a scraper would."""
     stats = None
-    with contextlib.suppress(EngineError):
-        stats = await state.client.stats()
+    with contextlib.suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(STATS_SECONDS):
+            stats = await state.client.stats()
     text = state.metrics.render(stats, num_restarts=state.client.num_restarts, num_in_flight=state.num_in_flight)
     return Response(text, media_type=CONTENT_TYPE)

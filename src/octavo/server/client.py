@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.errors import EngineError, OctavoError
 from octavo.events import OutputEvent
+from octavo.server.heart import Pulse
 from octavo.server.loop import EngineLoop
 from octavo.server.wire import (
     Abort,
@@ -113,7 +114,13 @@ class EngineClient(Protocol):
 
     @property
     def state(self) -> str:
-        """ "running"; "restarting" or "hanging" while requests are kept for the next engine; "failed" for ever."""
+        """ "running"; "stalled": its process stands still; "restarting" or "hanging" while requests are kept for
+        the next engine; "failed" for ever."""
+        ...
+
+    @property
+    def pulse(self) -> Pulse:
+        """Told without asking the engine, so also while it is busy or stands still."""
         ...
 
     @property
@@ -183,6 +190,10 @@ class BaseEngineClient:
     @property
     def state(self) -> str:
         return "running" if self._failure is None else "failed"
+
+    @property
+    def pulse(self) -> Pulse:
+        return Pulse()
 
     @property
     def num_restarts(self) -> int:

@@ -83,22 +83,23 @@ class EngineLoop:
         try:
             while not self._stopping:
                 busy = self._flush or self._engine.has_unfinished
-                for command in self._inbox.receive(block=not busy):
+                commands = self._inbox.receive(block=not busy)
+                if self._heart is not None:
+                    self._heart.begin_step()
+                for command in commands:
                     self._apply(command)
                 self._add_compiled()
                 if not self._stopping and (self._flush or self._engine.has_unfinished):
                     self._step()
+                if self._heart is not None:
+                    self._heart.end_step()
         except Exception as e:
             logger.exception("the engine loop failed")
             self._emit(Failed(to_wire(EngineError(f"the engine failed: {type(e).__name__}: {str(e)[:300]}"))))
 
     def _step(self) -> None:
         self._flush = False
-        if self._heart is not None:
-            self._heart.begin_step()
         events = self._engine.step()
-        if self._heart is not None:
-            self._heart.end_step()
         if events:
             self._emit(Events(events))
 

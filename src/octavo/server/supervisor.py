@@ -17,6 +17,7 @@ import msgspec
 from octavo.errors import EngineError, OctavoError, QueueFullError, RequestError
 from octavo.events import OutputEvent
 from octavo.server.client import BaseEngineClient, RequestHandle
+from octavo.server.heart import STALL_SECONDS, Pulse
 from octavo.server.journal import ReplayError, Submission
 from octavo.server.process import DEFAULT_ASSEMBLE, EngineProcess, StageProgress
 from octavo.server.suspects import Suspects
@@ -130,7 +131,13 @@ class SupervisedEngineClient(BaseEngineClient):
             return "failed"
         if not self._up:
             return "restarting"
-        return "hanging" if self._hanging else "running"
+        if self._hanging:
+            return "hanging"
+        return "stalled" if self._process.heart.pulse().silent > STALL_SECONDS else "running"
+
+    @property
+    def pulse(self) -> Pulse:
+        return self._process.heart.pulse() if self._up else Pulse()
 
     @property
     def num_restarts(self) -> int:
@@ -281,15 +288,17 @@ class SupervisedEngineClient(BaseEngineClient):
                 self.deliver(message)
 
     async def _watch_steps(self) -> None:
-        """An engine whose step does not end, or that leaves a submission unanswered, is killed."""
+        """An engine that stands still, whose step does not end, or that leaves a question unanswered, is killed."""
         limit = self._supervision.step_timeout
         while True:
+            before = time.monotonic()
             await asyncio.sleep(WATCH_INTERVAL)
-            if not self._up:
-                continue
-            asked = min(self._asked_at.values(), default=None)
-            silent = 0.0 if asked is None else time.monotonic() - asked
-            if max(self._process.heart.step_seconds(), silent) > limit and not self._hanging:
+            now = time.monotonic()
+            if not self._up or self._hanging or now - before > STALL_SECONDS:
+                continue  # who stood still as well (a paused container) cannot judge yet
+            pulse = self._process.heart.pulse()
+            unanswered = now - min(self._asked_at.values(), default=now)
+            if max(pulse.step, pulse.silent, unanswered) > limit:
                 logger.error("the engine made no progress for %g s and is ended", limit)
                 self._hanging = True
                 self._process.signal_kill()
