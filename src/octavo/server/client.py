@@ -59,8 +59,7 @@ class RequestHandle:
         self._error: OctavoError | None = None
         self.closed = False
         self._weight = 0
-        # Called when the reader is so far behind that its answer is given up.
-        self.on_overflow: Callable[[], None] = self.close
+        self._on_overflow: Callable[[], None] | None = None
         # Requests that may still be running in the engine.
         self.open_ids = set(request_ids)
 
@@ -69,8 +68,14 @@ class RequestHandle:
         self._news.set()
         num_top = len(event.logprobs[0].top) if event.logprobs else 0
         self._weight += len(event.token_ids) * (1 + num_top)
+        if self._weight > MAX_PENDING and self._on_overflow is not None:
+            self._on_overflow()
+
+    def watch_overflow(self, give_up: Callable[[], None]) -> None:
+        """`give_up` is called when the reader is so far behind that its answer is given up; perhaps it is already."""
+        self._on_overflow = give_up
         if self._weight > MAX_PENDING:
-            self.on_overflow()
+            give_up()
 
     def fail(self, error: OctavoError) -> None:
         """Every later `next_events` raises `error` once the events before it are taken."""

@@ -137,7 +137,7 @@ class Generation:
             if self._gone:
                 raise ClientGoneError("the client closed the connection") from None
             raise
-        self._handle.on_overflow = self.client_gone
+        self._handle.watch_overflow(self.client_gone)
         self._metrics.prompt_tokens.inc(sum(len(p.token_ids) for p in self.prompts))
         if self._gone:
             self.client_gone()
