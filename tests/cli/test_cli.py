@@ -189,8 +189,8 @@ def test_serve_passes_its_flags_on_and_says_where_to_ask(octavo_command: Any, mo
     monkeypatch.setenv("OCTAVO_API_KEY", "secret")
     result = octavo_command("serve", "m", "--port", "81", "--max-model-len", "64", "--max-body-size", "1MiB")
     assert (result.code, result.err) == (0, "")
-    assert (seen["model"], seen["port"], seen["options"].max_model_len) == ("m", 81, 64)
-    assert (seen["api_key"], seen["max_body_bytes"]) == ("secret", 1 << 20)
+    assert (seen["model"], seen["serve"].port, seen["engine"].max_model_len) == ("m", 81, 64)
+    assert (seen["serve"].api_key, seen["serve"].max_body_bytes) == ("secret", 1 << 20)
     report, ready = result.out.splitlines()
     assert report == "Weights: 1 B"
     assert ready.startswith("Ready in 0.5 s. Try: curl http://127.0.0.1:81/v1/chat/completions -H ")

@@ -1,5 +1,5 @@
-"""Runs `run_server` on a scripted engine as a program. Its argument is JSON: arguments of run_server, and those of
-SupervisorOptions; prints a line when ready."""
+"""Runs `run_server` on a scripted engine as a program. Its argument is JSON: `model`, fields of ServeOptions and those
+of SupervisorOptions; prints a line when ready."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from octavo import logs
 from octavo.config import EngineOptions
 from octavo.errors import OctavoError
-from octavo.server.serve import ReadyInfo, run_server
+from octavo.server.serve import ReadyInfo, ServeOptions, run_server
 from octavo.server.supervisor import SupervisorOptions
 
 
@@ -27,7 +27,9 @@ def main(given: dict[str, Any]) -> int:
         logging.basicConfig(level=logging.WARNING)
         logs.use(given["log_format"], "server")
     given.setdefault("assemble", "support.scripted_process:assemble")
-    return run_server(options=EngineOptions(seed=0), supervision=supervision, on_ready=show, **given)
+    model = given.pop("model")
+    serve = ServeOptions(supervision=supervision, **given)
+    return run_server(model=model, engine=EngineOptions(seed=0), serve=serve, on_ready=show)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from support.served_program import alive, check_port_free, program, wait_gone
 
 from octavo.config import EngineOptions
 from octavo.errors import ConfigError, CorruptFileError, EngineError, OctavoError
-from octavo.server.serve import run_server
+from octavo.server.serve import ServeOptions, run_server
 from octavo.server.supervisor import SupervisedEngineClient
 
 
@@ -119,12 +119,16 @@ def test_port_in_use_is_told_before_loading() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
-            run_server(model="x", options=EngineOptions(), port=port, assemble="support.scripted_process:vanish")
+            run_server(
+                model="x",
+                engine=EngineOptions(),
+                serve=ServeOptions(port=port, assemble="support.scripted_process:vanish"),
+            )
 
 
 def test_unknown_host() -> None:
     with pytest.raises(ConfigError, match="host"):
-        run_server(model="x", options=EngineOptions(), host="no.such.host.invalid", port=0)
+        run_server(model="x", engine=EngineOptions(), serve=ServeOptions(host="no.such.host.invalid", port=0))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,11 @@ def test_engine_cannot_start(
     function: str, kind: type[OctavoError], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(kind, match=words):
-        run_server(model="x", options=EngineOptions(), port=0, assemble=f"support.scripted_process:{function}")
+        run_server(
+            model="x",
+            engine=EngineOptions(),
+            serve=ServeOptions(port=0, assemble=f"support.scripted_process:{function}"),
+        )
 
 
 def test_client_alone(directory: Path) -> None:

@@ -18,7 +18,7 @@ import octavo.server.client
 import octavo.server.intake
 import octavo.server.protocol
 from octavo.errors import ConfigError
-from octavo.server.serve import check_certificate, check_origins
+from octavo.server.listen import check_certificate, check_origins
 
 COMPLETIONS = "/v1/completions"
 TLS = Path(__file__).resolve().parent.parent / "data" / "tls"

@@ -22,7 +22,8 @@ from octavo.engine import Engine
 from octavo.plan import SampleSpec, StepPlan, StepResult
 from octavo.server.app import ServerSettings, create_app
 from octavo.server.client import ThreadEngineClient
-from octavo.server.serve import OctavoServer, bind_socket
+from octavo.server.http_server import OctavoServer
+from octavo.server.listen import bind_socket
 from octavo.text.constraints import ConstraintCompiler
 from octavo.text.tokenizer import Tokenizer
 from support.script_backend import ScriptBackend

@@ -183,7 +183,7 @@ def serve(model: str, **values: Any) -> int:
     values["api_key"] = values["api_key"] or environment.api_key
 
     from octavo.progress import StageProgress
-    from octavo.server.serve import run_server
+    from octavo.server.serve import ServeOptions, run_server
     from octavo.server.supervisor import SupervisorOptions
 
     values["supervision"] = SupervisorOptions(
@@ -197,7 +197,8 @@ def serve(model: str, **values: Any) -> int:
             progress.close()
             _announce(info)
 
-        return run_server(model=model, options=options, on_ready=show_ready, progress=progress, **values)
+        serve_options = ServeOptions(**values)
+        return run_server(model=model, engine=options, serve=serve_options, on_ready=show_ready, progress=progress)
 
 
 def _announce(info: ReadyInfo) -> None:
