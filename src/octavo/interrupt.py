@@ -1,4 +1,4 @@
-"""Ctrl-C as a flag between steps, so that it never strikes in the middle of the engine's book-keeping."""
+"""Signals as flags that are looked at between steps, so that they never strike in the middle of book-keeping."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from types import FrameType
 
 @dataclass(slots=True)
 class Interrupt:
-    """`requested` turns true at the first Ctrl-C."""
+    """`requested` turns true when the signal comes; whoever deals with it may turn it back."""
 
     requested: bool = False
 
 
 @contextmanager
-def catch_interrupt() -> Iterator[Interrupt]:
-    """Within, SIGINT only sets the flag. Outside the main thread Python allows no handlers: nothing changes."""
+def catch_interrupt(number: int = signal.SIGINT) -> Iterator[Interrupt]:
+    """Within, this signal (Ctrl-C) only sets the flag. Outside the main thread Python allows no handlers: no effect."""
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
@@ -28,8 +28,8 @@ def catch_interrupt() -> Iterator[Interrupt]:
     def note(signum: int, frame: FrameType | None) -> None:
         interrupt.requested = True
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(number, note)
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.live_server import LiveServer, live_server
+
+from octavo.events import OutputEvent
+from octavo.server.client import MAX_PENDING, RequestHandle
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"max_tokens": 200, "ignore_eos": True}
@@ -155,3 +159,17 @@ def test_idle_uses_no_cpu(live: LiveServer) -> None:
         time.sleep(0.3)
     assert used[1] - used[0] <= 1  # in ticks of 10 ms
     assert live.model.num_steps == steps
+
+
+def test_falling_behind_before_the_request_takes_notice() -> None:
+    """Events may pile up between the engine's admission and the first look; they are given up all the same."""
+
+    async def fall_behind(num: int) -> bool:
+        handle = RequestHandle(["r"], lambda handle: None)
+        gone: list[bool] = []
+        for _ in range(num):
+            handle.put(OutputEvent("r", 0, (1,)))
+        handle.watch_overflow(lambda: gone.append(True))
+        return bool(gone)
+
+    assert asyncio.run(fall_behind(MAX_PENDING + 1)) and not asyncio.run(fall_behind(MAX_PENDING))

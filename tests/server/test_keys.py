@@ -205,6 +205,32 @@ def test_quotas_and_concurrency() -> None:
     assert account.describe()["total"] == {"requests": 2, "prompt_tokens": 9, "completion_tokens": 6}
 
 
+def test_limits_change_and_counts_stay() -> None:
+    clock = Clock()
+    accounts = Accounts(
+        KeyRing([key(max_concurrency=2, requests_per_minute=2), key("b", "second-secret")]), Ledger(None), now=clock
+    )
+    account = accounts.find(SECRET.encode())
+    assert account is not None
+    running = [account.enter(), account.enter()]
+    accounts.use(KeyRing([key("a", "new-secret", max_concurrency=3)]))
+    assert accounts.find(SECRET.encode()) is None and accounts.find(b"second-secret") is None
+    assert accounts.find(b"new-secret") is account and account.num_active == 2
+    running.append(account.enter())
+    with pytest.raises(KeyLimitError, match="3 requests running"):
+        account.enter()
+    for spent in running:
+        account.leave(spent)
+    accounts.use(KeyRing([key("a", "new-secret", requests_per_minute=1)]))
+    account.leave(account.enter())
+    with pytest.raises(KeyLimitError, match="1 requests a minute"):
+        account.enter()
+    accounts.use(KeyRing([key("a", SECRET, requests_per_minute=1)]))  # no way to a fresh allowance
+    with pytest.raises(KeyLimitError, match="1 requests a minute"):
+        account.enter()
+    assert account.describe()["total"]["requests"] == 4 and [name for name, _ in accounts.all()] == ["a"]
+
+
 # ---------------------------------------------------------------------------- over HTTP
 
 

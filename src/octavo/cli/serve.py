@@ -178,6 +178,7 @@ def serve(model: str, **values: Any) -> int:
     logs.use(values["log_format"], "server")
     if values.pop("log_requests"):
         logging.getLogger("octavo.requests").setLevel(logging.INFO)
+    logging.getLogger("octavo.keys").setLevel(logging.INFO)  # whoever sends SIGHUP wants to hear of it
     environment = read_environment()
     values["max_body_bytes"] = parse_bytes(values.pop("max_body_size"), "max_body_size")
     values["api_key"] = values["api_key"] or environment.api_key

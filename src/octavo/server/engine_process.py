@@ -57,9 +57,10 @@ class _ZmqInbox:
 
 def main(directory: str, lifeline: socket.socket, heart: Heart, log_format: str) -> int:
     """Exit code: 0 after Shutdown, 1 after a failure (which has been sent as Failed)."""
-    # The front end decides when to stop, also when Ctrl-C or a service manager signals the whole group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The front end decides when to stop, also when Ctrl-C, a terminal or a service manager signals the whole group.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     heart.start_beating()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")

@@ -15,10 +15,14 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from octavo.errors import EngineError
+from octavo.errors import ConfigError, EngineError
+from octavo.interrupt import Interrupt
+from octavo.server.keys import KeyRing
 from octavo.server.listen import cannot_listen
 from octavo.server.protocol import OctavoProtocol
 from octavo.server.state import ServerState
+
+keys_logger = logging.getLogger("octavo.keys")
 
 
 class OctavoServer(uvicorn.Server):
@@ -38,7 +42,10 @@ class OctavoServer(uvicorn.Server):
         ssl_certfile: str | None = None,
         ssl_keyfile: str | None = None,
         on_started: Callable[[], None] = lambda: None,
+        hangup: Interrupt | None = None,
+        read_keys: Callable[[], KeyRing | None] = lambda: None,
     ) -> None:
+        """Whenever `hangup` is set, the keys are read again; they stay as they are if that fails."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -58,6 +65,8 @@ class OctavoServer(uvicorn.Server):
         self._state: ServerState = app.state.server
         self._shutdown_timeout = shutdown_timeout
         self._on_started = on_started
+        self._hangup = hangup or Interrupt()
+        self._read_keys = read_keys
         self._num_signals = 0
         self._deadline: float | None = None
         self.failure: EngineError | None = None
@@ -96,7 +105,21 @@ class OctavoServer(uvicorn.Server):
         if self._deadline is not None and time.monotonic() >= self._deadline:
             client.fail_all(EngineError("the server is shutting down"))
             return True
+        if self._hangup.requested:
+            self._hangup.requested = False
+            await self._reload_keys()
         return await super().on_tick(counter)
+
+    async def _reload_keys(self) -> None:
+        accounts = self._state.accounts
+        try:
+            ring = await asyncio.to_thread(self._read_keys)
+        except ConfigError as e:
+            keys_logger.warning("%s; the keys stay as they were", e)
+            return
+        if ring is not None and accounts is not None:
+            accounts.use(ring)
+            keys_logger.info("the key file was read again: %d keys", len(ring.keys))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # cancelled tasks are meant to be

@@ -53,6 +53,12 @@ class Account:
         self._allowance = float(key.limits.requests_per_minute or 0)
         self._filled_at = now()
 
+    def change(self, key: Key) -> None:
+        """Another key or other limits under the same name."""
+        if key.limits.requests_per_minute != self.key.limits.requests_per_minute:
+            self._allowance, self._filled_at = float(key.limits.requests_per_minute or 0), self._now()
+        self.key = key
+
     def enter(self) -> Spent:
         """A request begins; `leave` must follow. Raises KeyLimitError, and then the request counts nowhere."""
         limits, name = self.key.limits, self.key.name
@@ -117,9 +123,18 @@ class Accounts:
 
     def __init__(self, ring: KeyRing, ledger: Ledger, *, now: Callable[[], float] = time.monotonic) -> None:
         """`now`: seconds of any clock that never goes back."""
-        self._ring = ring
         self._ledger = ledger
-        self._by_name = {key.name: Account(key, ledger, now) for key in ring.keys}
+        self._now = now
+        self._by_name: dict[str, Account] = {}
+        self.use(ring)
+
+    def use(self, ring: KeyRing) -> None:
+        """From now on these are the keys. Who keeps the name keeps what is running and used; requests go on."""
+        known = self._by_name
+        self._by_name = {key.name: known.get(key.name) or Account(key, self._ledger, self._now) for key in ring.keys}
+        for key in ring.keys:
+            self._by_name[key.name].change(key)
+        self._ring = ring
 
     def find(self, presented: bytes) -> Account | None:
         key = self._ring.find(presented)

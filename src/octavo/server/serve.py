@@ -16,6 +16,7 @@ from typing import Any
 
 from octavo.config import EngineOptions, read_environment
 from octavo.errors import ConfigError, RequestError, UnsupportedError
+from octavo.interrupt import Interrupt, catch_interrupt
 from octavo.request import SamplingParams
 from octavo.server.app import ServerSettings, create_app
 from octavo.server.http_server import OctavoServer
@@ -105,6 +106,7 @@ def run_server(
         tracer = None
         if serve.otlp_traces_endpoint:
             tracer = stack.enter_context(contextlib.closing(Tracer(serve.otlp_traces_endpoint)))
+        hangup = _hangup(stack) if serve.api_key_file is not None else Interrupt()
         accounts = open_accounts(serve.api_key, serve.api_key_file, serve.usage_db)
         if accounts is not None:
             stack.callback(accounts.close)
@@ -126,11 +128,20 @@ def run_server(
             ssl_certfile=serve.ssl_certfile,
             ssl_keyfile=serve.ssl_keyfile,
             on_started=started,
+            hangup=hangup,
+            read_keys=lambda: load_keys(serve.api_key, serve.api_key_file),
         )
         server.serve_on(listener)
     if server.failure is not None:
         raise server.failure
     return 0
+
+
+def _hangup(stack: contextlib.ExitStack) -> Interrupt:
+    """Set by SIGHUP (where there is one), already while the model loads."""
+    if not hasattr(signal, "SIGHUP"):
+        return Interrupt()
+    return stack.enter_context(catch_interrupt(signal.SIGHUP))
 
 
 def _start_engine(
