@@ -48,8 +48,8 @@ class Admission:
         num_riding = num_reserved = 0
         while num_riding < len(line.waiting) and draft.budget > 0:
             seq = line.waiting[num_riding]
-            hits = tables.find_hits(seq, self._sibling_with_prompt(seq))
-            if (num_blocks := self._rides(seq, hits, computing)) is not None:
+            hits = self._find_hits(seq)
+            if not seq.block_ids and (num_blocks := self._rides(seq, hits, computing)) is not None:
                 num_riding += 1
                 num_reserved += num_blocks
                 continue
@@ -61,10 +61,24 @@ class Admission:
                     continue  # pins never make the only one wait
                 break
             computing.append(seq)
-            tables.take_hits(seq, hits)
-            line.admit(seq, now)
+            self._preemptor.make_room_for_hits(seq, hits)
+            if hits.num_tokens:
+                tables.take_hits(seq, hits)
+            line.admit(seq, hits.num_tokens, now)
             self._chunks.advance(seq, draft)
         self._tell_who_waits(num_riding, reason if draft.budget > 0 else None)
+
+    def _find_hits(self, seq: Sequence) -> Hits:
+        """One that still holds blocks goes on with them, unless more can be hit: then it lets go of them."""
+        tables, sibling = self._line.tables, self._sibling_with_prompt(seq)
+        hits = tables.find_hits(seq, sibling)
+        if not seq.block_ids:
+            return hits
+        if hits.num_tokens <= seq.num_computed:
+            return Hits()
+        while seq.block_ids:
+            self._line.reclaim(seq, len(seq.block_ids))
+        return tables.find_hits(seq, sibling)
 
     def _tell_who_waits(self, num_riding: int, reason: WaitReason | None) -> None:
         line = self._line
@@ -111,17 +125,23 @@ class Admission:
         if len(running) + reserved[0] >= self._config.max_num_seqs:
             return WaitReason.PLACES
         spare = reserved[1] + (1 if running else 0)
+        num_kept = tables.num_freed_by(self._others_holding(seq), but=hits.block_ids)
+        num_free = tables.pool.num_free + num_kept
         needed = tables.num_missing(seq, seq.num_known) - len(hits.block_ids)
         needed += tables.pool.num_free_of(hits.block_ids)
         claimed = self._num_claimed()
-        if needed + claimed + spare > tables.pool.num_free or not self._rules.keeps_promises(seq, running):
+        if needed + claimed + spare > num_free or not self._rules.keeps_promises(seq, running):
             return WaitReason.BLOCKS
         if self._config.admission == "greedy":
             return None
         expected = self._foresight.expects_room(
-            seq, running, tables, needed, claimed + reserved[1], self._num_forks(seq)
+            seq, running, tables, needed, claimed + reserved[1] - num_kept, self._num_forks(seq)
         )
         return None if expected else WaitReason.GROWTH
+
+    def _others_holding(self, seq: Sequence) -> list[Sequence]:
+        """Those that wait behind `seq`, which is at the front, and hold blocks that it may have."""
+        return [s for s in self._line.holding if s is not seq]
 
     def _num_forks(self, seq: Sequence) -> int:
         """Samples that will start when `seq` has computed their prompt."""
@@ -144,7 +164,7 @@ class Admission:
         later = [s for s in self._line.running if self._rules.may_displace(seq, s)]
         if not later:
             return False
-        attainable = tables.pool.num_free + tables.num_freed_by(later)
+        attainable = tables.pool.num_free + tables.num_freed_by([*later, *self._others_holding(seq)])
         if tables.num_missing(seq, seq.num_known) > attainable:
             return False
         while later and self._obstacle(seq, hits, reserved):

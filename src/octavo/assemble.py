@@ -154,6 +154,7 @@ def put_together(
         scheduling_policy=options.scheduling_policy,
         admission=options.admission,
         max_preemptions=options.max_preemptions,
+        preemption_mode=options.preemption_mode,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         cache_pin_limit=options.cache_pin_limit,
         tenant_cache_quota=options.tenant_cache_quota,

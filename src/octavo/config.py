@@ -24,6 +24,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float32")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ADMISSIONS = ("foresight", "greedy")
+PREEMPTION_MODES = ("full", "tail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     admission: str = "foresight"
     max_preemptions: int = 4
+    preemption_mode: str = "tail"
     long_prefill_token_threshold: int = 0  # 0: off
     cache_pin_limit: float = 0.5  # share of the blocks that pins may hold
     tenant_cache_quota: float = 1.0  # share of the blocks that one tenant may keep cached while nobody uses them
@@ -72,6 +74,7 @@ class EngineOptions:
     scheduling_policy: str = "fcfs"
     admission: str = "foresight"
     max_preemptions: int = 4
+    preemption_mode: str = "tail"
     long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit but the step's
 
     # Memory
@@ -109,6 +112,7 @@ class EngineOptions:
             ("kv_cache_dtype", DTYPES),
             ("scheduling_policy", SCHEDULING_POLICIES),
             ("admission", ADMISSIONS),
+            ("preemption_mode", PREEMPTION_MODES),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -315,6 +319,7 @@ def describe(options: EngineOptions, resolved: Resolved, config: EngineConfig, p
         "scheduling_policy",
         "admission",
         "max_preemptions",
+        "preemption_mode",
         "long_prefill_token_threshold",
         "cache_pin_limit",
         "tenant_cache_quota",

@@ -199,7 +199,7 @@ class Engine:
         """From now on keep what `explain` tells, for live requests and the `num_recent` last ones."""
         assert not self.scheduler.requests and self._recorder is None, "observe() before the first request, once"
         self._recorder = Recorder(self._clock, self.scheduler.tables, num_recent)
-        self.scheduler.observer = self._recorder
+        self.scheduler.line.observer = self._recorder
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """What happened to a live or recent request (see explain.Story); None if unknown or not observed."""

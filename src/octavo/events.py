@@ -101,14 +101,17 @@ class Observer:
     def held(self, seq: Sequence, reason: WaitReason) -> None:
         """The front of the line was not admitted in this step; called in every such step."""
 
-    def admitted(self, seq: Sequence, *, first: bool) -> None:
-        """`seq` runs; `seq.num_computed` tokens are hits. `first`: not again after a preemption."""
+    def admitted(self, seq: Sequence, num_hits: int, *, first: bool) -> None:
+        """`seq` runs, with so many hit tokens. `first`: not again after a preemption."""
 
     def computing(self, seq: Sequence, num_tokens: int) -> None:
         """This step computes a chunk of `seq` that is not merely its newest token."""
 
     def preempted(self, seq: Sequence, num_lost: int) -> None:
         """`seq` waits again; the KV of `num_lost` tokens is given up."""
+
+    def reclaimed(self, seq: Sequence, num_lost: int) -> None:
+        """`seq`, preempted before, still held some KV; that of `num_lost` tokens is now given up too."""
 
     def first_token(self, seq: Sequence) -> None:
         """The step just committed drew the first token of `seq`."""

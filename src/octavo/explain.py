@@ -191,17 +191,17 @@ class Recorder(Observer):
         if sample.waiting_for is not reason:
             self._wait(sample, reason, self._clock.now())
 
-    def admitted(self, seq: Sequence, *, first: bool) -> None:
+    def admitted(self, seq: Sequence, num_hits: int, *, first: bool) -> None:
         sample, now = self._sample(seq), self._clock.now()
         self._wait(sample, None, now)
         if first:
             sample.admitted_at = now
-            sample.hit_tokens = seq.num_computed
+            sample.hit_tokens = num_hits
             sample.miss = self._miss(seq)
             self.misses[sample.miss] += 1
             self.queue.observe(max(0.0, now - seq.request.arrival))
         elif sample.preemptions:
-            sample.preemptions[-1]["restored_tokens"] = seq.num_computed
+            sample.preemptions[-1]["restored_tokens"] = num_hits
 
     def computing(self, seq: Sequence, num_tokens: int) -> None:
         if not self._in_step:
@@ -216,6 +216,9 @@ class Recorder(Observer):
             del sample.preemptions[0]
         sample.preemptions.append({"at_seconds": now, "lost_tokens": num_lost, "restored_tokens": 0})
         self._wait(sample, WaitReason.LINE, now)
+
+    def reclaimed(self, seq: Sequence, num_lost: int) -> None:
+        self._sample(seq).preemptions[-1]["lost_tokens"] += num_lost
 
     def first_token(self, seq: Sequence) -> None:
         sample, now = self._sample(seq), self._clock.now()

@@ -98,12 +98,14 @@ class Foresight:
         claimed: int = 0,
         num_forks: int = 0,
     ) -> bool:
-        """`needed`: blocks that `seq` takes for its known tokens; `claimed`: that others will take in any case;
-        `num_forks`: samples that start when it has computed the prompt, each in a block of its own."""
+        """`needed`: blocks that `seq` takes for its known tokens; `claimed`: that others will take in any case, less
+        those in use that it could have; `num_forks`: samples that start when it has computed the prompt, each in
+        a block of its own."""
         if not running:
             return True
         growth = [(self._remaining(s), num_private_blocks(s, tables)) for s in running]
-        growth += [(self._remaining(seq), needed), *[(self._remaining(seq), 1)] * num_forks]
+        growth.append((self._remaining(seq), needed + num_private_blocks(seq, tables)))
+        growth += [(self._remaining(seq), 1)] * num_forks
         num_used = tables.pool.num_used + claimed + needed + num_forks
         return expected_peak(num_used, growth, self._block_size) <= self._limit
 

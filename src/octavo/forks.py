@@ -56,5 +56,6 @@ class Forks:
 
     def start(self, fork: Sequence, seq: Sequence) -> None:
         """`fork` runs from here on, on the blocks of its sibling `seq`, whose prompt has just been computed."""
-        self._line.tables.share(seq, fork)
-        self._line.admit(fork, 0.0)  # its queue time is its request's
+        line = self._line
+        line.tables.share(seq, fork)
+        line.admit(fork, fork.num_computed, 0.0)  # its queue time is its request's

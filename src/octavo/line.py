@@ -10,7 +10,8 @@ from octavo.config import EngineConfig
 from octavo.counters import Counters
 from octavo.errors import QueueFullError, RequestError
 from octavo.events import Observer, OutputEvent, terminal_events
-from octavo.foresight import LengthEstimate
+from octavo.foresight import LengthEstimate, num_private_blocks
+from octavo.kv.sizing import blocks_for
 from octavo.kv.tables import BlockTables
 from octavo.policies import admission_order
 from octavo.request import FinishReason, Request, Sequence, SequenceStatus
@@ -27,7 +28,8 @@ class Line:
                    ^------ set_back ---'
 
     `waiting` and `running` are sorted by `Sequence.order`, so a preempted sequence returns to its own
-    place in line, which is before everyone who came later. Only what runs holds KV blocks.
+    place in line, which is before everyone who came later. KV blocks are held by what runs, and by what
+    was set back and keeps them until somebody needs them: `holding`, sorted as well.
     """
 
     def __init__(self, config: EngineConfig, tables: BlockTables) -> None:
@@ -37,6 +39,7 @@ class Line:
         self.observer: Observer | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.holding: list[Sequence] = []
         self.requests: dict[str, list[Sequence]] = {}  # live requests: all their samples
         self.searches: dict[str, BeamSearch] = {}  # of live requests
         self.num_live = 0
@@ -71,46 +74,68 @@ class Line:
         if self.observer is not None:
             self.observer.queued(samples)
 
-    def admit(self, seq: Sequence, now: float) -> None:
-        """`seq` runs from here on, with the hits that its table already has."""
+    def admit(self, seq: Sequence, num_hits: int, now: float) -> None:
+        """`seq` runs from here on; `num_hits` of its computed tokens it has just taken from others or the cache."""
         self.waiting.remove(seq)
+        if seq in self.holding:
+            self.holding.remove(seq)
         seq.status = SequenceStatus.RUNNING
         bisect.insort(self.running, seq, key=_ORDER)
-        self._count_admission(seq, now)
-
-    def _count_admission(self, seq: Sequence, now: float) -> None:
         counters = self.counters
         if self.observer is not None:
-            self.observer.admitted(seq, first=seq.num_cached is None)
+            self.observer.admitted(seq, num_hits, first=seq.num_cached is None)
         if seq.num_cached is not None:
-            counters.readmission_hit_tokens += seq.num_computed
+            counters.readmission_hit_tokens += num_hits
         elif seq.index > 0:
             seq.num_cached = self.requests[seq.request.request_id][0].num_cached or 0
-            seq.num_shared = seq.num_computed
-            counters.sibling_hit_tokens += seq.num_computed
+            seq.num_shared = num_hits
+            counters.sibling_hit_tokens += num_hits
         else:
-            seq.num_cached = seq.num_computed
-            counters.hit_tokens += seq.num_computed
+            seq.num_cached = num_hits
+            counters.hit_tokens += num_hits
             if self._config.enable_prefix_caching and not seq.needs_every_token:
                 counters.query_tokens += seq.num_prompt
             counters.queue_seconds += max(0.0, now - seq.request.arrival)
 
-    def set_back(self, seq: Sequence) -> None:
-        """`seq` loses its blocks and waits again, at its old place in line."""
+    def set_back(self, seq: Sequence, *, keep: bool) -> None:
+        """`seq` waits again, at its old place in line. It loses its blocks, or `keep`s those that hold something."""
+        num_lost = 0 if keep else seq.num_computed
         self.running.remove(seq)
-        self.counters.lost_tokens += seq.num_computed
+        self.counters.lost_tokens += num_lost
         self.counters.preemptions += 1
         if self.observer is not None:
-            self.observer.preempted(seq, seq.num_computed)
-        self.tables.free(seq)
-        seq.pooled = b""
+            self.observer.preempted(seq, num_lost)
+        if keep and seq.num_computed:
+            self.tables.cut(seq, blocks_for(seq.num_computed, self.tables.block_size))
+            bisect.insort(self.holding, seq, key=_ORDER)
+        else:
+            self.tables.free(seq)
+            seq.pooled = b""
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         bisect.insort(self.waiting, seq, key=_ORDER)
 
+    def reclaim(self, seq: Sequence, num_blocks: int) -> None:
+        """Take blocks back from one of `holding`: of the last ones that nobody else holds at most `num_blocks`.
+
+        If others hold all of them, it lets go of all: then they may be somebody's own.
+        """
+        num_before, num_private = seq.num_computed, num_private_blocks(seq, self.tables)
+        if num_private:
+            self.tables.cut(seq, len(seq.block_ids) - min(num_blocks, num_private))
+        else:
+            self.tables.free(seq)
+        if not seq.block_ids:
+            self.holding.remove(seq)
+        self.counters.lost_tokens += num_before - seq.num_computed
+        if self.observer is not None:
+            self.observer.reclaimed(seq, num_before - seq.num_computed)
+
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """`seq` ends; its request is forgotten with the last of its samples."""
         (self.running if seq.status is SequenceStatus.RUNNING else self.waiting).remove(seq)
+        if seq in self.holding:
+            self.holding.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         self.tables.free(seq, forget=reason is FinishReason.ERROR)
@@ -133,10 +158,10 @@ class Line:
         return terminal_events(sequences, error)
 
     def siblings_before_first_token(self, seq: Sequence) -> list[Sequence]:
-        """Samples of the same request that wait and have drawn nothing yet."""
+        """Samples of the same request that wait, have drawn nothing yet and hold nothing of their own."""
         samples = self.requests[seq.request.request_id]
         waiting = SequenceStatus.WAITING
-        return [s for s in samples if s is not seq and s.status is waiting and not s.num_generated]
+        return [s for s in samples if s is not seq and s.status is waiting and not (s.num_generated or s.block_ids)]
 
     def check_idle(self) -> None:
         """Assert that nothing is left, if nobody is here."""

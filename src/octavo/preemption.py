@@ -1,10 +1,16 @@
-"""Preemption carried out: blocks are taken from those that come later in line."""
+"""Preemption carried out: blocks are taken from those that come later in line.
+
+Whole, a victim loses all its blocks. With `tail` it keeps them while it waits, and those that need blocks take
+them from its end, as many as they need. Kept blocks never make anything wait for ever: whoever comes before the
+keeper in line may take them, the front of the line among them, and so may one that must not give way itself.
+"""
 
 from __future__ import annotations
 
 import logging
 
 from octavo.draft import Draft
+from octavo.kv.tables import Hits
 from octavo.line import Line
 from octavo.policies import Preemption
 from octavo.request import Sequence, SequenceStatus
@@ -15,20 +21,38 @@ logger = logging.getLogger(__name__)
 class Preemptor:
     """Does what `policies.Preemption` decides. Taking back what the step had planned for a victim is part of it."""
 
-    def __init__(self, line: Line, rules: Preemption) -> None:
+    def __init__(self, line: Line, rules: Preemption, *, tail: bool) -> None:
         self._line = line
         self._rules = rules
+        self._tail = tail
 
     def make_room(self, seq: Sequence, end: int, draft: Draft) -> bool:
         """Have the free blocks that running `seq` needs to hold `end` tokens. False: it had to give way itself."""
         tables = self._line.tables
-        while tables.num_missing(seq, end) > tables.pool.num_free:
+        while (num_lacking := tables.num_missing(seq, end) - tables.pool.num_free) > 0:
+            if self.reclaim(num_lacking, after=seq):
+                continue
             rivals = self._rivals(seq)
-            if self._rules.must_stay(seq, rivals) and tables.retention.yield_one():
+            if self._rules.must_stay(seq, rivals) and (self.reclaim(num_lacking) or tables.retention.yield_one()):
                 continue
             self.preempt(self._rules.choose_victim(rivals, seq), draft)
             if seq.status is not SequenceStatus.RUNNING:
                 return False
+        return True
+
+    def make_room_for_hits(self, seq: Sequence, hits: Hits) -> None:
+        """A hit that ends inside of a block is copied: have a free block for that, beside those that are taken."""
+        pool = self._line.tables.pool
+        while hits.partial is not None and pool.num_free <= pool.num_free_of(hits.block_ids):
+            found = self.reclaim(1, after=seq)
+            assert found, "admitted without a block for the copy"
+
+    def reclaim(self, num_blocks: int, after: Sequence | None = None) -> bool:
+        """Take kept blocks from the last in line that keeps any, if it comes after this one (None: any). See `Line`."""
+        holding = self._line.holding
+        if not holding or (after is not None and holding[-1].order <= after.order):
+            return False
+        self._line.reclaim(holding[-1], num_blocks)
         return True
 
     def _rivals(self, seq: Sequence) -> list[Sequence]:
@@ -39,23 +63,24 @@ class Preemptor:
         return [s for s in running if s is seq or s.request is not seq.request]
 
     def preempt(self, seq: Sequence, draft: Draft) -> None:
-        """Take the blocks of `seq` away; it waits and later recomputes (or hits) what it had.
+        """`seq` waits again and later recomputes (or hits) what it loses.
 
-        The beams of a search go together, and the search starts again from the prompt.
+        The beams of a search go together, and the search starts again from the prompt. What pooling has made of
+        the tokens so far cannot be cut, so it starts again as well.
         """
         search = self._line.searches.get(seq.request.request_id)
         if search is None:
-            self._set_back(seq, draft)
+            self._set_back(seq, draft, keep=self._tail and seq.request.params.pooling is None)
             return
         for beam in search.sequences:
             if beam.status is SequenceStatus.RUNNING:
-                self._set_back(beam, draft)
+                self._set_back(beam, draft, keep=False)
         search.restart()
 
-    def _set_back(self, seq: Sequence, draft: Draft) -> None:
+    def _set_back(self, seq: Sequence, draft: Draft, *, keep: bool) -> None:
         line = self._line
         draft.drop(seq)
-        line.set_back(seq)
+        line.set_back(seq, keep=keep)
         total = line.counters.preemptions
         if total & (total - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: the log stays short under lasting pressure
             logger.warning(

@@ -10,7 +10,7 @@ from octavo.admission import Admission
 from octavo.chunks import Chunks
 from octavo.config import EngineConfig
 from octavo.draft import Draft
-from octavo.events import Observer, OutputEvent, terminal_events
+from octavo.events import OutputEvent, terminal_events
 from octavo.foresight import Foresight
 from octavo.forks import Forks
 from octavo.kv.tables import BlockTables
@@ -42,12 +42,13 @@ class Scheduler:
             quota=None if config.tenant_cache_quota >= 1 else int(config.num_blocks * config.tenant_cache_quota),
         )
         self.line = line = Line(config, self.tables)
+        self.waiting, self.running, self.requests = line.waiting, line.running, line.requests
         self.counters = line.counters
         # A sequence may know one token more than the pool holds: the last one needs no KV.
         max_known = min(config.max_model_len, config.num_blocks * config.block_size + 1)
         rules = Preemption(config, self.tables, max_known)
         foresight = Foresight(config.num_blocks, config.block_size, max_known, line.lengths)
-        self.preemptor = Preemptor(line, rules)
+        self.preemptor = Preemptor(line, rules, tail=config.preemption_mode == "tail")
         self._chunks = Chunks(line, self.preemptor, config.long_prefill_token_threshold)
         self._admission = Admission(config, line, rules, self.preemptor, self._chunks, foresight)
         self._forks = Forks(config, line, rules, self.preemptor)
@@ -57,29 +58,8 @@ class Scheduler:
         self._pending: list[OutputEvent] = []  # events that did not come from a step
 
     @property
-    def waiting(self) -> list[Sequence]:
-        return self.line.waiting
-
-    @property
-    def running(self) -> list[Sequence]:
-        return self.line.running
-
-    @property
-    def requests(self) -> dict[str, list[Sequence]]:
-        """Live requests: all their samples."""
-        return self.line.requests
-
-    @property
-    def observer(self) -> Observer | None:
-        return self.line.observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self.line.observer = observer
-
-    @property
     def has_unfinished(self) -> bool:
-        return bool(self.line.running or self.line.waiting or self._pending)
+        return bool(self.running or self.waiting or self._pending)
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -111,7 +91,7 @@ class Scheduler:
         self.tables.retention.tick(now)
         self._chunks.advance_running(draft)
         self._admission.admit(draft, now)
-        assert draft.rows or not (self.line.running or self.line.waiting), "work is waiting, but nothing was planned"
+        assert draft.rows or not (self.running or self.waiting), "work is waiting, but nothing was planned"
         self._forks.plan(draft)
         self._in_flight = tuple(draft.rows)
         self._forking = draft.forks
@@ -154,7 +134,8 @@ class Scheduler:
         live = {s.request.request_id: s for s in (self._in_flight or [*line.running, *line.waiting])}
         self._in_flight = ()
         self._forking = {}
-        self.tables.reset(line.running)
+        self.tables.reset([*line.running, *line.holding])
+        line.holding.clear()
         for request_id in live:
             for seq in self.requests.get(request_id, ()):
                 if not seq.finished:

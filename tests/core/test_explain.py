@@ -47,7 +47,7 @@ def test_nothing_is_kept_unless_asked_for():
     driver = Driver()
     driver.ask(prompt(20))
     assert driver.engine.explain("r0") is None
-    assert driver.engine.scheduler.observer is None
+    assert driver.engine.scheduler.line.observer is None
     assert driver.engine.stats().observed is None
 
 
@@ -204,7 +204,7 @@ def test_tables_do_not_grow_with_requests():
     driver = observed(capacity=8, num_blocks=16)
     for i in range(300):
         driver.ask([i % 128, i // 128, *prompt(30, i)], greedy(1), cache_salt=str(i % 7))
-    recorder = driver.engine.scheduler.observer
+    recorder = driver.engine.scheduler.line.observer
     assert isinstance(recorder, Recorder)
     assert len(recorder) == 8
     assert not recorder._in_step
@@ -218,7 +218,7 @@ def test_a_fault_ends_the_story():
     driver.run()
     told = sample(driver, "r0")
     assert (told["finish_reason"], told["generated_tokens"]) == ("error", 1)
-    assert not driver.engine.scheduler.observer._in_step
+    assert not driver.engine.scheduler.line.observer._in_step
 
 
 @given(

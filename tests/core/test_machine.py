@@ -55,10 +55,13 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         admission=st.sampled_from(["greedy", "foresight"]),
         max_preemptions=st.sampled_from([1, 2, 100]),
+        mode=st.sampled_from(["full", "tail"]),
         cap=st.sampled_from([0, 0, 2, 7]),
         retention=st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.3, 1.0, 1.0])),
     )
-    def start(self, num_blocks, max_num_seqs, budget, caching, policy, admission, max_preemptions, cap, retention):
+    def start(
+        self, num_blocks, max_num_seqs, budget, caching, policy, admission, max_preemptions, mode, cap, retention
+    ):
         self.driver = Driver(
             backend(),
             num_blocks=num_blocks,
@@ -68,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             admission=admission,
             max_preemptions=max_preemptions,
+            preemption_mode=mode,
             long_prefill_token_threshold=cap,
             cache_pin_limit=retention[0],
             tenant_cache_quota=retention[1],
@@ -126,9 +130,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver.engine.finish_sequence(request_id, index)
 
     @precondition(lambda self: len(self.driver.engine.scheduler.running) > 1)
-    @rule()
-    def preempt(self):
-        preempt_last(self.driver.engine)
+    @rule(keep=st.booleans())
+    def preempt(self, keep):
+        preempt_last(self.driver.engine, keep=keep)
 
     @rule(seconds=st.sampled_from([1.0, 5.0]))
     def time_goes_on(self, seconds):

@@ -26,7 +26,7 @@ class Victims(Observer):
 
     def __init__(self, driver):
         self.scheduler = driver.engine.scheduler
-        self.scheduler.observer = self
+        self.scheduler.line.observer = self
         self.ids = []
 
     def preempted(self, seq, num_lost):
@@ -184,8 +184,9 @@ def test_nothing_starves_under_a_stream_of_higher_priority():
     st.sampled_from(["fcfs", "priority"]),
     st.booleans(),
     st.sampled_from([0, 5]),
+    st.sampled_from(["full", "tail"]),
 )
-def test_no_sequence_is_preempted_more_often_than_promised(requests, num_blocks, bound, policy, caching, cap):
+def test_no_sequence_is_preempted_more_often_than_promised(requests, num_blocks, bound, policy, caching, cap, mode):
     """Over arrivals, priorities, samples and pools: a bound, the oldest is never the victim, and all end in time.
 
     Every step computes a token of someone, and nothing is computed more than 1 + `bound` times.
@@ -199,6 +200,7 @@ def test_no_sequence_is_preempted_more_often_than_promised(requests, num_blocks,
         scheduling_policy=policy,
         enable_prefix_caching=caching,
         long_prefill_token_threshold=cap,
+        preemption_mode=mode,
     )
 
     class Bound(Observer):
@@ -208,7 +210,7 @@ def test_no_sequence_is_preempted_more_often_than_promised(requests, num_blocks,
             others = [s for s in [*scheduler.running, *scheduler.waiting] if s is not seq]
             assert min(s.order for s in others) < seq.order
 
-    driver.engine.scheduler.observer = Bound()
+    driver.engine.scheduler.line.observer = Bound()
     work = 0
     for i, (num_prompt, max_tokens, priority, n) in enumerate(requests):
         params = SamplingParams(n=n, seed=i, max_tokens=max_tokens)

@@ -267,15 +267,16 @@ def test_cached_tokens_are_those_of_the_first_admission():
     assert [driver.outcomes[i, 0].num_cached for i in ids] == [32, 32]
 
 
-def test_hits_of_preempted_requests_do_not_count_as_hit_rate():
+@pytest.mark.parametrize("mode", ["full", "tail"])
+def test_hits_of_preempted_requests_do_not_count_as_hit_rate(mode):
     """C101."""
-    driver = Driver(num_blocks=14, max_num_seqs=8, admission="greedy")
+    driver = Driver(num_blocks=14, max_num_seqs=8, admission="greedy", preemption_mode=mode)
     for i in range(6):
         driver.add([(i * 19 + 31 * j) % 128 for j in range(20)], SamplingParams(temperature=0, max_tokens=60))
     driver.run()
     stats = driver.engine.stats()
     assert stats.num_preemptions > 0
-    assert stats.num_readmission_hit_tokens > 0
+    assert (stats.num_readmission_hit_tokens > 0) == (mode == "full")  # with tail only what is gone is lost
     assert stats.num_hit_tokens == 0
     assert stats.num_query_tokens == 6 * 20
     assert all(o.num_cached == 0 for o in driver.outcomes.values())

@@ -259,7 +259,7 @@ def test_one_that_still_catches_up_gives_way_within_the_step():
 
 def test_preemption_is_logged_now_and_then(caplog):
     driver = Driver()
-    with caplog.at_level(logging.WARNING, logger="octavo.scheduler"):
+    with caplog.at_level(logging.WARNING, logger="octavo.preemption"):
         driver.add(prompt(20), greedy(60))
         driver.run(each=lambda: force_preemption(driver) if driver.num_steps < 40 else None)
     assert driver.engine.stats().num_preemptions == 39
@@ -419,6 +419,7 @@ def loads(draw):
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "admission": draw(st.sampled_from(["greedy", "foresight"])),
         "max_preemptions": draw(st.sampled_from([1, 2, 4])),
+        "preemption_mode": draw(st.sampled_from(["full", "tail"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3, 16])),
     }
     return requests, config, draw(st.integers(0, 20))

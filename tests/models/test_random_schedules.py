@@ -117,9 +117,10 @@ REQUESTS = st.lists(
     st.integers(3, 8),
     st.booleans(),
     st.sampled_from(["fcfs", "priority"]),
+    st.sampled_from(["full", "tail"]),
 )
 def test_answers_do_not_depend_on_the_schedule(
-    requests: list[Any], num_blocks: int, budget: int, max_num_seqs: int, caching: bool, policy: str
+    requests: list[Any], num_blocks: int, budget: int, max_num_seqs: int, caching: bool, policy: str, mode: str
 ) -> None:
     engine = engine_for(
         num_blocks=num_blocks,
@@ -127,6 +128,7 @@ def test_answers_do_not_depend_on_the_schedule(
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=caching,
         scheduling_policy=policy,
+        preemption_mode=mode,
     )
     outcomes, aborts, asked = Outcomes(), {}, {}
     step = 0

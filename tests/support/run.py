@@ -103,13 +103,14 @@ def check_books(engine: Engine) -> None:
     scheduler = engine.scheduler
     pool = scheduler.tables.pool
     pins = scheduler.tables.retention.pins.values()
-    pool.check([*(seq.block_ids for seq in scheduler.running), *(pin.block_ids for pin in pins)])
+    holding = scheduler.line.holding
+    pool.check([*(seq.block_ids for seq in [*scheduler.running, *holding]), *(pin.block_ids for pin in pins)])
     assert scheduler.tables.retention.num_pinned <= scheduler.tables.retention.max_pinned
     assert pool.num_free + pool.num_used == pool.num_blocks
     live = [seq for samples in scheduler.requests.values() for seq in samples if not seq.finished]
     assert sorted(map(id, live)) == sorted(map(id, [*scheduler.running, *scheduler.waiting]))
     assert scheduler.line.num_live == len(live)
-    for line in (scheduler.running, scheduler.waiting):
+    for line in (scheduler.running, scheduler.waiting, holding):
         assert [s.order for s in line] == sorted(s.order for s in line)
     assert len(scheduler.running) <= engine.config.max_num_seqs
     for seq in live:
@@ -117,18 +118,23 @@ def check_books(engine: Engine) -> None:
         assert seq.num_registered <= seq.num_computed // engine.config.block_size
         assert len(seq.block_ids) == -(-seq.num_computed // engine.config.block_size)
     assert len(scheduler.running) <= engine.config.max_num_batched_tokens  # so each has a row in every step
-    assert all(not s.block_ids and s.num_computed == 0 for s in scheduler.waiting)
+    assert [s for s in scheduler.waiting if s.block_ids or s.num_computed] == holding
+    assert not holding or engine.config.preemption_mode == "tail"
 
 
 def check_idle(engine: Engine) -> None:
     """Nothing is left of requests that are gone."""
     scheduler = engine.scheduler
-    assert not scheduler.running and not scheduler.waiting and not scheduler.requests
+    assert not scheduler.running and not scheduler.waiting and not scheduler.requests and not scheduler.line.holding
     assert scheduler.tables.pool.num_free == engine.config.num_blocks - scheduler.tables.retention.num_pinned
     assert not engine.has_unfinished
 
 
-def preempt_last(engine: Engine) -> None:
-    """Preempt the last in line between two steps, as if blocks had run out."""
-    engine.scheduler.preemptor.preempt(engine.scheduler.running[-1], Draft(0))
+def preempt_last(engine: Engine, *, keep: bool = False) -> None:
+    """Preempt the last in line between two steps, as if blocks had run out; `keep`: in tail mode it keeps its own."""
+    scheduler = engine.scheduler
+    seq = scheduler.running[-1]
+    scheduler.preemptor.preempt(seq, Draft(0))
+    while seq.block_ids and not keep:
+        scheduler.line.reclaim(seq, len(seq.block_ids))
     check_books(engine)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from octavo.config import ADMISSIONS, DTYPES, LOAD_FORMATS, SCHEDULING_POLICIES, EngineOptions
+from octavo.config import ADMISSIONS, DTYPES, LOAD_FORMATS, PREEMPTION_MODES, SCHEDULING_POLICIES, EngineOptions
 from octavo.request import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -195,6 +195,14 @@ engine_options = together(
         metavar="N",
         group=STEPS,
         help="How often one sequence may lose its KV blocks; after that it keeps them.",
+    ),
+    option(
+        "--preemption-mode",
+        type=click.Choice(PREEMPTION_MODES),
+        default="tail",
+        show_default=True,
+        group=STEPS,
+        help="What a preempted sequence loses: all its KV blocks, or from the end as many as others need.",
     ),
     option(
         "--long-prefill-token-threshold",

@@ -171,10 +171,19 @@ class BlockTables:
             self.pool.cache.register_tail(self._parent(seq, full), token_ids, seq.block_ids[full])
             self.retention.registered(seq.block_ids[full], b"", seq.request.tenant)
 
-    def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that would become free if all these sequences gave theirs back."""
+    def num_freed_by(self, sequences: Iterable[Sequence], but: Iterable[int] = ()) -> int:
+        """Blocks, other than `but`, that would become free if all these sequences gave theirs back."""
         held = Counter(block_id for seq in sequences for block_id in seq.block_ids)
+        for block_id in but:
+            held.pop(block_id, None)
         return sum(self.pool.ref_counts[block_id] == count for block_id, count in held.items())
+
+    def cut(self, seq: Sequence, num_kept: int) -> None:
+        """Give back all but the first `num_kept` blocks; the tokens in the others are no longer computed."""
+        self.pool.release(seq.block_ids[num_kept:])
+        del seq.block_ids[num_kept:]
+        seq.num_computed = min(seq.num_computed, num_kept * self.block_size)
+        seq.num_registered = min(seq.num_registered, num_kept)
 
     def free(self, seq: Sequence, *, forget: bool = False) -> None:
         """Give all blocks back. `forget`: their content is not to be trusted, nobody may hit it."""
