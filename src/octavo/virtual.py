@@ -35,6 +35,7 @@ class StepCost:
 class VirtualBackend:
     """Draws END_ID once `length_of` says that the answer is complete, and some other token before.
 
+    Where logprobs are asked for, the drawn token has -0.5 and the next ones of the vocabulary one less each.
     `num_tokens` and `num_steps` count what was computed.
     """
 
@@ -65,8 +66,17 @@ class VirtualBackend:
 
     def _result(self, row: PlanRow) -> RowResult:
         scores = tuple(TokenLogprobs(token_id, 0.0, 1) for token_id in row.score_ids)
-        forks = tuple(RowResult(self._draw(spec)) for spec in row.forks)
-        return RowResult(None if row.sample is None else self._draw(row.sample), None, scores, forks=forks)
+        if row.sample is None:
+            return RowResult(scores=scores)
+        first, *forks = (RowResult(*self._drawn(spec)) for spec in (row.sample, *row.forks))
+        return RowResult(first.token_id, first.logprobs, scores, forks=tuple(forks))
+
+    def _drawn(self, spec: SampleSpec) -> tuple[int, TokenLogprobs | None]:
+        token_id, num_top = self._draw(spec), spec.num_logprobs
+        if num_top is None:
+            return token_id, None
+        top = tuple(((token_id + rank) % VOCAB_SIZE, -0.5 - rank) for rank in range(num_top))
+        return token_id, TokenLogprobs(token_id, -0.5, 1, top)
 
     def _draw(self, spec: SampleSpec) -> int:
         num_generated = spec.position - spec.num_prompt
