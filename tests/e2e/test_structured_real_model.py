@@ -14,7 +14,8 @@ from octavo.constraint import StructuredOutputsParams
 from octavo.llm import LLM
 from octavo.request import SamplingParams
 from octavo.server.answer import AnswerPlan, whole_calls
-from octavo.server.tools import ToolPlan, calls_grammar
+from octavo.server.tool_grammars import calls_grammar
+from octavo.server.tools import ToolPlan
 
 SEEDS = range(8)
 SCHEMA: dict[str, Any] = {

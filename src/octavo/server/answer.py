@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from octavo.constraint import StructuredOutputsParams
 from octavo.errors import RequestError
 from octavo.request import FinishReason, SamplingParams
-from octavo.server.tools import ToolPlan, calls_grammar, mark, tool_plan
+from octavo.server.tool_grammars import TEXT, answer_grammar, calls_grammar, mark, without
+from octavo.server.tools import ToolPlan, tool_plan
 from octavo.text.constraints import lark_of
 from octavo.text.reasoning import CLOSE, OPEN, ReasoningSplitter, speaks_of_thinking
 from octavo.text.tool_calls import PARSERS, CallDelta
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "qwen3")
 TAIL_TOKENS = 16  # enough to hold the mark and the blanks after it
 _BETWEEN = r"/[ \t\r\n]{1,8}/"
-_THOUGHT_TEXT = "/(?s:.*)/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +65,20 @@ def with_plan(
 ) -> tuple[SamplingParams, bool]:
     """The sampling that the plan needs: its grammar, and marks that stay in the text. Are the tools its cause?"""
     wish = params.structured_outputs
-    forced = plan.tools is not None and bool(plan.tools.forced)
-    if forced or (wish is not None and (plan.tools is not None or plan.may_think)):
+    ruled = plan.tools is not None and not plan.tools.is_free
+    if ruled or (wish is not None and (plan.tools is not None or plan.may_think)):
         wish = _composed(wish, plan, tokenizer, template)
     marks = {OPEN, CLOSE} if plan.splits_thoughts else set()
     if plan.tools is not None and plan.tools.format in ("hermes", "mistral"):
         marks |= {"<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"}
     ids = {tokenizer.token_id(text) for text in marks} & tokenizer.special_ids
-    return replace(params, structured_outputs=wish, skip_special_tokens=params.skip_special_tokens and not ids), forced
+    return replace(params, structured_outputs=wish, skip_special_tokens=params.skip_special_tokens and not ids), ruled
 
 
 def _composed(
     wish: StructuredOutputsParams | None, plan: AnswerPlan, tokenizer: Tokenizer, template: str | None
 ) -> StructuredOutputsParams:
-    """A thought, where there may be one; then calls, or what the wish asks for."""
+    """A thought, where there may be one; then calls, or what the wish asks for, or text with calls in it."""
     tools = plan.tools
     rules: list[str] = []
     said = []
@@ -90,18 +90,24 @@ def _composed(
         first, *others = lark_of(wish).split("\n")
         rules += ["wished: " + first.removeprefix("start: "), *others]
         said.append("wished")
-    if tools is not None:
+    begin_thought = mark(tokenizer, OPEN)
+    if tools is not None and wish is None and not tools.forced:
+        is_text = plan.may_think and not plan.thinking and not begin_thought.startswith("<[")
+        rules += answer_grammar(tokenizer, tools, template, not_at_start=OPEN if is_text else None)
+        said.append("answer")
+    elif tools is not None:
         rules += calls_grammar(tokenizer, tools, template)
         said.append("calls")
     thought = ""
     if plan.may_think:
         end = mark(tokenizer, CLOSE)
-        rules.append(
-            f"thought: {_THOUGHT_TEXT} {end}" if end.startswith("<[") else f"thought[suffix={end}]: {_THOUGHT_TEXT}"
-        )
+        if end.startswith("<["):  # spelled out in letters it ends a thought as well, to whoever reads the text
+            rules += [f"thought: THOUGHT {end}", f"THOUGHT: {without(CLOSE)}"]
+        else:
+            rules.append(f"thought[suffix={end}]: /{TEXT}/")
         rules.append(f"BETWEEN: {_BETWEEN}")
         opened = "thought BETWEEN?"
-        thought = opened + " " if plan.thinking else f"({mark(tokenizer, OPEN)} {opened})? "
+        thought = opened + " " if plan.thinking else f"({begin_thought} {opened})? "
     start = f"start: {thought}({' | '.join(said)})"
     return StructuredOutputsParams(grammar="\n".join([start, *rules]))
 
@@ -121,7 +127,10 @@ class AnswerReader:
     def __init__(self, plan: AnswerPlan) -> None:
         self._splitter = ReasoningSplitter(thinking=plan.thinking) if plan.splits_thoughts else None
         self._plan = plan
-        self._calls = PARSERS[plan.tools.format](plan.tools.names) if plan.tools is not None else None
+        self._calls = None
+        if plan.tools is not None:
+            ruled = not plan.tools.is_free
+            self._calls = PARSERS[plan.tools.format](plan.tools.names, only_plain_heads=ruled)
         self.call_ids: list[str] = []
 
     def push(self, text: str, *, last: bool = False) -> Parts:

@@ -61,6 +61,13 @@ class CompileQueue:
         self._current: Wish | None = None  # whose result is still to come; guarded by _news
         self._results: queue.SimpleQueue[tuple[Wish, Grammar | OctavoError]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False  # guarded by _news
+
+    def close(self) -> None:
+        """Let the thread end; what waits is not answered any more."""
+        with self._news:
+            self._closed = True
+            self._news.notify()
 
     @property
     def num_sequences(self) -> int:
@@ -132,7 +139,9 @@ class CompileQueue:
     def _compile_all(self) -> None:
         while True:
             with self._news:
-                self._news.wait_for(lambda: bool(self._wishes))
+                self._news.wait_for(lambda: self._closed or bool(self._wishes))
+                if self._closed:
+                    return
                 self._current = wish = next(iter(self._wishes))
                 del self._wishes[wish]
             result = self._compile(wish)

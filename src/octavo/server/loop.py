@@ -96,6 +96,9 @@ class EngineLoop:
         except Exception as e:
             logger.exception("the engine loop failed")
             self._emit(Failed(to_wire(EngineError(f"the engine failed: {type(e).__name__}: {str(e)[:300]}"))))
+        finally:
+            if self._compiling is not None:
+                self._compiling.close()
 
     def _step(self) -> None:
         self._flush = False

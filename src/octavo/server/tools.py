@@ -9,17 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
-from octavo.text.constraints import lark_json, lark_string
 from octavo.text.tool_calls import format_of
 
 if TYPE_CHECKING:
     from octavo.server.schema import ChatBody
-    from octavo.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 256
-MAX_FORCED_CALLS = 16
-CALL_BLANKS = " "  # calls are written on one line
-COMMA = '", "'
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "json")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -33,12 +28,14 @@ def _refuse(field: str, problem: str) -> RequestError:
 class ToolPlan:
     """The tools of one request. `forced` are the names of which one must be called; empty: the model decides.
 
-    `named` tells that the client named the function, which changes the finish reason (OpenAI's table).
+    `strict` are those whose arguments follow their schema also where the model decides. `named` tells that the client
+    named the function, which changes the finish reason (OpenAI's table).
     """
 
     tools: list[dict[str, Any]]
     schemas: dict[str, Any]
     format: str
+    strict: frozenset[str] = frozenset()
     forced: tuple[str, ...] = ()
     named: bool = False
     parallel: bool = True
@@ -47,6 +44,11 @@ class ToolPlan:
     def names(self) -> frozenset[str]:
         return frozenset(self.schemas)
 
+    @property
+    def is_free(self) -> bool:
+        """May the model call or not, and how it likes?"""
+        return not self.forced and not self.strict
+
     def new_call_id(self) -> str:
         """Mistral's templates insist on nine characters."""
         return uuid.uuid4().hex[:9] if self.format == "mistral" else "call_" + uuid.uuid4().hex[:24]
@@ -54,12 +56,13 @@ class ToolPlan:
 
 def tool_plan(body: ChatBody, *, parser: str, template: str | None) -> ToolPlan | None:
     """None without tools, or where `tool_choice` is "none". RequestError naming what is wrong."""
-    schemas = {}
+    schemas, strict = {}, set()
     for i, tool in enumerate(body.tools or ()):
-        name, schema = _read_tool(tool, f"tools[{i}]")
+        name, schema, is_strict = _read_tool(tool, f"tools[{i}]")
         if name in schemas:
             raise _refuse(f"tools[{i}].function.name", "is the name of another tool too")
         schemas[name] = schema
+        strict |= {name} if is_strict else set()
     if len(schemas) > MAX_TOOLS:
         raise _refuse("tools", f"takes at most {MAX_TOOLS} functions")
     forced, named = _read_choice(body.tool_choice, tuple(schemas))
@@ -69,13 +72,15 @@ def tool_plan(body: ChatBody, *, parser: str, template: str | None) -> ToolPlan 
         tools=list(body.tools or ()),
         schemas=schemas,
         format=format_of(template) if parser == "auto" else parser,
+        strict=frozenset(strict),
         forced=forced,
         named=named,
         parallel=body.parallel_tool_calls is not False,
     )
 
 
-def _read_tool(tool: Any, field: str) -> tuple[str, Any]:
+def _read_tool(tool: Any, field: str) -> tuple[str, Any, bool]:
+    """(name, schema of the arguments, is it strict?)"""
     if not isinstance(tool, dict):
         raise _refuse(field, "must be an object")
     if tool.get("type") != "function":
@@ -91,7 +96,10 @@ def _read_tool(tool: Any, field: str) -> tuple[str, Any]:
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None):
         raise _refuse(f"{field}.function.parameters", "must be a JSON schema")
-    return name, parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise _refuse(f"{field}.function.strict", "must be true or false")
+    return name, parameters or {"type": "object", "properties": {}, "additionalProperties": False}, strict is True
 
 
 def _read_choice(choice: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
@@ -127,76 +135,3 @@ def with_tool_instructions(messages: list[dict[str, Any]], plan: ToolPlan) -> li
     if isinstance(first, dict) and first.get("role") == "system" and isinstance(first.get("content"), str):
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
-
-
-# ---------------------------------------------------------------- grammars
-
-
-def mark(tokenizer: Tokenizer, text: str) -> str:
-    """A mark of the format in Lark: special tokens are no text there."""
-    token_id = tokenizer.token_id(text)
-    if token_id is not None and tokenizer.is_special(token_id):
-        return f"<[{token_id}]>"
-    return lark_string(text)
-
-
-def calls_grammar(tokenizer: Tokenizer, plan: ToolPlan, template: str | None) -> list[str]:
-    """Lark rules of which the first, `calls`, is what must be said: one call, or some of them."""
-    names = plan.forced or tuple(plan.schemas)
-    several = plan.parallel and not plan.named
-
-    def repeated(one: str, separator: str = "") -> str:
-        more = f" ({separator} {one}){{0,{MAX_FORCED_CALLS - 1}}}" if several else ""
-        return one + more
-
-    key = "parameters" if plan.format == "llama3_json" else "arguments"
-    a_call = "a_call: " + lark_json(
-        {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": name},
-                        key: _moved(plan.schemas[name], f"#/anyOf/{i}/properties/{key}"),
-                    },
-                    "required": ["name", key],
-                    "additionalProperties": False,
-                }
-                for i, name in enumerate(names)
-            ]
-        },
-        whitespace=CALL_BLANKS,
-    )
-    if plan.format == "hermes":
-        begin, end = mark(tokenizer, "<tool_call>"), mark(tokenizer, "</tool_call>")
-        return ["calls: " + repeated("marked", '"\\n"'), f'marked: {begin} "\\n" a_call "\\n" {end}', a_call]
-    if plan.format == "mistral" and "[ARGS]" in (template or ""):
-        begin, args = mark(tokenizer, "[TOOL_CALLS]"), mark(tokenizer, "[ARGS]")
-        rules = ["calls: " + repeated("marked"), "marked: " + " | ".join(f"call_{i}" for i in range(len(names)))]
-        for i, name in enumerate(names):
-            schema = lark_json(plan.schemas[name], whitespace=CALL_BLANKS)
-            rules.append(f"call_{i}: {begin} {lark_string(name)} {args} {schema}")
-        return rules
-    if plan.format == "mistral":
-        return [f'calls: {mark(tokenizer, "[TOOL_CALLS]")} "[" {repeated("a_call", COMMA)} "]"', a_call]
-    if plan.format == "llama3_json":
-        return ["calls: " + repeated("a_call", '"; "'), a_call]
-    in_list = f' | "[" {repeated("a_call", COMMA)} "]"' if several else ""
-    return [f"calls: a_call{in_list}", a_call]
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with its own references pointing to where it is put."""
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            made[key] = place + value[1:]
-        elif key in ("enum", "const", "default", "examples"):
-            made[key] = value
-        else:
-            made[key] = _moved(value, place)
-    return made

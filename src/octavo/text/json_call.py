@@ -69,9 +69,11 @@ class JsonCall:
     text of the object. Arguments given as a string that holds JSON are that JSON.
     """
 
-    __slots__ = ("_at", "_key", "_value", "_whole", "arguments", "done", "failed", "name")
+    __slots__ = ("_at", "_key", "_only_plain_heads", "_value", "_whole", "arguments", "done", "failed", "name")
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_plain_heads: bool = False) -> None:
+        """`only_plain_heads`: fail unless the name comes first and nothing up to it is escaped."""
+        self._only_plain_heads = only_plain_heads
         self._at = _At.START
         self._key = ""
         self._value: JsonValue | None = None
@@ -116,7 +118,7 @@ class JsonCall:
             self._show_arguments()
         if complete and self._at is _At.IN_KEY:
             key = _string(value.text)
-            self.failed = key is None
+            self.failed = key is None or (self._only_plain_heads and self.name is None and value.text != '"name"')
             self._key, self._value, self._at = key or "", None, _At.COLON
         elif complete:
             self._end_value(value.text)
@@ -129,7 +131,7 @@ class JsonCall:
         self._value, self._at = None, _At.AFTER
         if self._key in NAME_KEYS and self.name is None:
             self.name = _string(text)
-            self.failed = not self.name
+            self.failed = not self.name or (self._only_plain_heads and "\\" in text)
         elif self._key in ARGUMENT_KEYS and self._whole is None:
             inner = _string(text) if text.startswith('"') else text
             if inner is not None and is_object(inner):

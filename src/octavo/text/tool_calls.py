@@ -57,8 +57,10 @@ class _Reader:
     well-formed call of a known function stays text, with its marks; blanks around calls are dropped.
     """
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], *, only_plain_heads: bool = False) -> None:
+        """`only_plain_heads`: a call begins with its name, written without escapes, as grammars know it."""
         self._names = names
+        self._only_plain_heads = only_plain_heads
         self._out = Parsed()
         self._held = ""  # read, but not yet told
         self._blanks = ""  # at the end of the content: they count only if more content follows
@@ -111,7 +113,7 @@ class _Reader:
 
     def _read_call(self, char: str) -> Generator[None, str | None, tuple[bool, str | None]]:
         """Reads an object from its first character on; returns whether it was a call, and what came after it."""
-        call, told = JsonCall(), 0
+        call, told = JsonCall(only_plain_heads=self._only_plain_heads), 0
         index: int | None = None
         next_char: str | None = char
         while next_char is not None:
