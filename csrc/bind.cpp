@@ -341,7 +341,8 @@ void bind_formats(nb::module_& m) {
         const FormatInfo& info = format_named(format);
         const Kernels* k = kernels_named(isa);
         check_matrix(info, data, rows, cols);
-        PackedMatrix packed = make_packed(info, rows, cols);
+        Arena arena;
+        PackedMatrix packed = make_packed(info, rows, cols, k->eight_bits, arena);
         std::vector<float> out((size_t)rows * cols), panel((size_t)cols * 16);
         for (int p = 0; p < packed.panels; ++p) {
           pack_panel(packed, info, data.data(), p);

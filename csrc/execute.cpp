@@ -77,13 +77,13 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
     case OpCode::kRmsNorm:
       for_rows(rows, op.a.width, [&](int r, int) {
         k.rms_norm(at(op.a, r), vectors_[op.index].data(), op.a.width, op.number, at(op.out, r));
-        if (op.prepares) prepare_row(op.out, r);
+        if (op.prepares) prepare_row(op.out, r, op.prepares);
       });
       break;
     case OpCode::kAddRmsNorm:
       for_rows(rows, op.a.width, [&](int r, int) {
         k.add_rms_norm(at(op.a, r), at(op.b, r), vectors_[op.index].data(), op.a.width, op.number, at(op.out, r));
-        if (op.prepares) prepare_row(op.out, r);
+        if (op.prepares) prepare_row(op.out, r, op.prepares);
       });
       break;
     case OpCode::kAdd:
@@ -122,16 +122,15 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
   }
 }
 
-void Program::prepare_row(View x, int row) {
-  kernels_->prepare_row(at(x, row), x.width, (uint16_t*)prepared_.get() + row * prepared_stride(x.width),
+void Program::prepare_row(View x, int row, int preparation) {
+  kernels_->prepare_row(at(x, row), x.width, preparation, (uint16_t*)prepared_.get() + row * prepared_stride(x.width),
                         sums_.data() + row * sums_per_row(x.width));
 }
 
 void Program::prepare_input(const Op& op, int rows) {
   if (op.is_prepared) return;
-  bool wanted = false;
-  for (const LinearPart& p : op.parts) wanted = wanted || kernels_->wants_prepared(matrices_[p.matrix]);
-  if (wanted) for_rows(rows, op.a.width, [&](int r, int) { prepare_row(op.a, r); });
+  const int wanted = preparation(op);
+  if (wanted) for_rows(rows, op.a.width, [&](int r, int) { prepare_row(op.a, r, wanted); });
 }
 
 LinearArgs Program::linear_args(const Op& op, int matrix, const float* bias, int rows) const {

@@ -4,6 +4,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -201,6 +203,14 @@ void pack_plain(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, 
 
 // Writes the integers of one block of column c.
 void place_integers(PackedMatrix& m, uint8_t* out, const Decoded& d, int first_k, int len, int c) {
+  if (m.form == Form::kQ8x4) {
+    constexpr int kPlace[8] = {0, 2, 4 * 16, 4 * 16 + 2, 1, 3, 4 * 16 + 1, 4 * 16 + 3};  // of k = 0 ... 7 for column 0
+    for (int i = 0; i < len; ++i) {
+      const int k = first_k + i;
+      out[(size_t)(k / 8) * 128 + (size_t)c * 4 + kPlace[k % 8]] = (uint8_t)(d.q[i] + m.zero);
+    }
+    return;
+  }
   if (m.form == Form::kQ8) {
     int8_t* q = (int8_t*)out;
     for (int i = 0; i < len; ++i) {
@@ -221,8 +231,8 @@ void place_integers(PackedMatrix& m, uint8_t* out, const Decoded& d, int first_k
 
 void pack_quantised(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p) {
   uint8_t* out = m.data.get() + (size_t)p * m.panel_bytes;
-  uint8_t* scales = m.scales.get() + (size_t)p * m.groups * 16 * m.scale_bytes();
-  uint8_t* mins = m.has_min ? m.mins.get() + (size_t)p * m.groups * 16 * m.scale_bytes() : nullptr;
+  uint8_t* scales = out + m.value_bytes;
+  uint8_t* mins = m.has_min ? scales + m.scale_bytes() : nullptr;
   const int blocks = m.k / info.block_len, per_block = info.block_len / info.group;
   Decoded d;
   for (int c = 0; c < 16; ++c) {
@@ -271,7 +281,21 @@ const FormatInfo* find_format(const std::string& name) {
   return nullptr;
 }
 
-PackedMatrix make_packed(const FormatInfo& info, int n, int k) {
+Bytes Arena::take(size_t bytes) {
+  constexpr size_t kChunk = 16 << 20;
+  const size_t size = (bytes + 127) / 64 * 64;  // a spare line, as in allocate_bytes
+  if (size > left_) {
+    chunks_.push_back(allocate_bytes(std::max(size, kChunk)));
+    next_ = chunks_.back().get();
+    left_ = std::max(size, kChunk);
+  }
+  uint8_t* p = next_;
+  next_ += size;
+  left_ -= size;
+  return {p, [](void*) {}};
+}
+
+PackedMatrix make_packed(const FormatInfo& info, int n, int k, EightBits eight_bits, Arena& arena) {
   PackedMatrix m;
   m.n = n;
   m.k = k;
@@ -279,22 +303,19 @@ PackedMatrix make_packed(const FormatInfo& info, int n, int k) {
   const int padded = (k + 31) / 32 * 32;
   if (info.group == 0) {
     m.form = info.format == Format::F32 ? Form::kF32 : info.format == Format::F16 ? Form::kF16 : Form::kBF16;
-    m.panel_bytes = m.form == Form::kF32 ? (size_t)k * 64 : (size_t)padded * 32;
+    m.value_bytes = m.form == Form::kF32 ? (size_t)k * 64 : (size_t)padded * 32;
     m.groups = 0;
-    m.data = allocate_bytes((size_t)m.panels * m.panel_bytes);
-    return m;
+  } else {
+    m.form = info.nibbles ? Form::kQ4 : eight_bits == EightBits::kQuads ? Form::kQ8x4 : Form::kQ8;
+    m.zero = info.format == Format::Q4_0 ? 8 : m.form == Form::kQ8x4 ? 128 : 0;
+    m.group = info.group;
+    m.groups = k / info.group;
+    m.has_min = info.has_min;
+    m.half_scales = info.half_scales;
+    m.value_bytes = (size_t)k * (info.nibbles ? 8 : 16);
   }
-  m.form = info.nibbles ? Form::kQ4 : Form::kQ8;
-  m.zero = info.format == Format::Q4_0 ? 8 : 0;
-  m.group = info.group;
-  m.groups = k / info.group;
-  m.has_min = info.has_min;
-  m.half_scales = info.half_scales;
-  m.panel_bytes = (size_t)k * (info.nibbles ? 8 : 16);
-  m.data = allocate_bytes((size_t)m.panels * m.panel_bytes);
-  const size_t scale_bytes = (size_t)m.panels * m.groups * 16 * m.scale_bytes();
-  m.scales = allocate_bytes(scale_bytes);
-  if (m.has_min) m.mins = allocate_bytes(scale_bytes);
+  m.panel_bytes = (m.value_bytes + m.scale_bytes() * (m.has_min ? 2 : 1) + 63) / 64 * 64;
+  m.data = arena.take((size_t)m.panels * m.panel_bytes);
   return m;
 }
 

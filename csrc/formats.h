@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace octavo {
 
@@ -44,14 +45,31 @@ using Bytes = std::unique_ptr<uint8_t[], void (*)(void*)>;
 void free_bytes(void* p);
 Bytes allocate_bytes(size_t bytes);
 
+// Memory of many matrices, laid end to end in chunks of huge pages: a step that streams all weights crosses few pages,
+// and what comes next lies ahead of the prefetching. It outlives what was taken from it.
+class Arena {
+ public:
+  Bytes take(size_t bytes);
+
+ private:
+  std::vector<Bytes> chunks_;
+  uint8_t* next_ = nullptr;
+  size_t left_ = 0;
+};
+
 // Packed forms. A panel holds 16 output columns (rows of the checkpoint's matrix); along K it is
 //   kF32   float  [K][16]
 //   kF16   half   [K32/2][16][2]        K32 = K rounded up to 32, padded with zeros
 //   kBF16  bf16   [K32/2][16][2]
 //   kQ8    int8   [K/2][16][2]          + scales [groups][16], mins [groups][16]
+//   kQ8x4  uint8  [K/8][2][16][4]       q + 128; the first half holds k = 8c + 0, 4, 1, 5, the second 2, 6, 3, 7: the
+//                                       order in which masked words of kQ4 hold their bytes
 //   kQ4    uint16 [K/8][16][2]          nibble j of word [c][n][h] is weight k = 8c + 2j + h of column n
-// so that one 64-byte load of a paired form is the right operand of a bf16 dot product over two k.
-enum class Form : int32_t { kF32, kF16, kBF16, kQ8, kQ4 };
+// so that one 64-byte load of a paired form is the right operand of a bf16 dot product over two k, and one of kQ8x4
+// that of an 8-bit dot product over four.
+enum class Form : int32_t { kF32, kF16, kBF16, kQ8, kQ8x4, kQ4 };
+
+enum class EightBits : int32_t { kPairs, kQuads };  // kQ8 or kQ8x4
 
 struct PackedMatrix {
   Form form;
@@ -60,27 +78,23 @@ struct PackedMatrix {
   int panels = 0;  // ceil(n / 16)
   int group = 32;  // weights per scale
   int groups = 0;  // per column
-  int zero = 0;    // kQ4: value of nibble 0 is -zero
+  int zero = 0;    // kQ4, kQ8x4: the packed integer 0 means -zero
   bool has_min = false;
   bool half_scales = false;
+  // A panel: its values, then its scales and its mins ([groups][16] half or float), so that memory is read in order.
+  size_t value_bytes = 0;
   size_t panel_bytes = 0;
   Bytes data{nullptr, free_bytes};
-  Bytes scales{nullptr, free_bytes};  // [panels][groups][16] half or float
-  Bytes mins{nullptr, free_bytes};
 
   const uint8_t* panel(int p) const { return data.get() + (size_t)p * panel_bytes; }
-  size_t scale_bytes() const { return half_scales ? 2 : 4; }
-  const uint8_t* panel_scales(int p) const { return scales.get() + (size_t)p * groups * 16 * scale_bytes(); }
-  const uint8_t* panel_mins(int p) const {
-    return has_min ? mins.get() + (size_t)p * groups * 16 * scale_bytes() : nullptr;
-  }
-  size_t bytes() const {
-    return (size_t)panels * (panel_bytes + (size_t)groups * 16 * scale_bytes() * (has_min ? 2 : 1));
-  }
+  size_t scale_bytes() const { return (size_t)groups * 16 * (half_scales ? 2 : 4); }
+  const uint8_t* panel_scales(int p) const { return panel(p) + value_bytes; }
+  const uint8_t* panel_mins(int p) const { return has_min ? panel_scales(p) + scale_bytes() : nullptr; }
+  size_t bytes() const { return (size_t)panels * panel_bytes; }
 };
 
-// Allocates the packed form of an n x k matrix; fill it with pack_panel.
-PackedMatrix make_packed(const FormatInfo& info, int n, int k);
+// Takes memory for the packed form of an n x k matrix; fill it with pack_panel.
+PackedMatrix make_packed(const FormatInfo& info, int n, int k, EightBits eight_bits, Arena& arena);
 
 // Packs columns [16p, 16p + 16) from `source`, the rows of the checkpoint's matrix laid end to end.
 void pack_panel(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p);

@@ -12,17 +12,20 @@ namespace octavo {
 
 constexpr int kBlockTokens = 16;  // tokens in a KV block: one vector of kernels' scores
 
-// y[rows][n] = x[rows][k] . w^T + bias. Kernels that multiply in bf16 read `prepared` and `sums`, made by
+// What kernels make of a row before it meets a matrix, as bits: nothing, its values in bf16, its values in 8 bits.
+enum Preparation : int { kAsFloat = 0, kAsBf16 = 1, kAsInt8 = 2 };
+
+// y[rows][n] = x[rows][k] . w^T + bias. Kernels that multiply in bf16 or in 8 bits read `prepared` and `sums`, made by
 // prepare_row; the others read `x`.
 struct LinearArgs {
   const PackedMatrix* w;
   const float* bias;  // [n] or null
   const float* x;
   int64_t ldx;
-  const uint16_t* prepared;  // bf16 [rows][K32], K32 = k rounded up to 32, zero padded
-  int64_t ld_prepared;
-  const float* sums;  // [rows]: sums of 16 consecutive prepared values (K32 / 16 of them), then, from
-  int64_t ld_sums;    // offset32 on, of 32 (K32 / 32)
+  const uint16_t* prepared;  // [rows]: bf16 [K32], K32 = k rounded up to 32, zero padded; then, where kernels multiply
+  int64_t ld_prepared;       // in 8 bits, int8 [2][K32]
+  const float* sums;         // [rows]; bf16: sums of 16 consecutive prepared values (K32 / 16 of them), then, from
+  int64_t ld_sums;           // offset32 on, of 32 (K32 / 32); int8: see RowScales in gemm_int8.inl
   int64_t offset32;
   float* y;
   int64_t ldy;
@@ -53,9 +56,12 @@ constexpr int kTileTokens = 16;  // most query tokens in an AttentionTask
 struct Kernels {
   const char* isa;
 
-  // True: `linear` multiplies this matrix in bf16 and wants prepared rows.
-  bool (*wants_prepared)(const PackedMatrix& w);
-  void (*prepare_row)(const float* x, int k, uint16_t* prepared, float* sums);
+  EightBits eight_bits;      // how 8-bit integers of weights must be packed
+  int prepared_value_bytes;  // bytes of a prepared value in all its shapes
+  // What `linear` wants to find in the prepared rows for this matrix.
+  Preparation (*preparation)(const PackedMatrix& w);
+  // `preparation`: of all matrices that the row will meet, or-ed.
+  void (*prepare_row)(const float* x, int k, int preparation, uint16_t* prepared, float* sums);
   size_t (*linear_scratch_bytes)(int k);
   void (*linear)(const LinearArgs& args, int panel_begin, int panel_end, void* scratch);
   // Floats of one panel as the kernels see them, [k][16].
@@ -78,8 +84,8 @@ struct Kernels {
                      void* scratch);
 };
 
-// Floats that prepare_row writes to `sums` for a row of k values.
-inline int64_t sums_per_row(int k) { return (int64_t)((k + 31) / 32) * 3; }
+// Floats that prepare_row has room for in `sums` for a row of k values.
+inline int64_t sums_per_row(int k) { return (int64_t)((k + 31) / 32) * 6; }
 
 // Bytes of one block's keys and values of one head. Kernels lay them out as they like within: keys take
 // head_dim rounded up to 32 values per token, values head_dim rounded up to 16.
@@ -88,8 +94,8 @@ inline size_t kv_block_head_bytes(int head_dim, bool wide) {
   return (size_t)kBlockTokens * (size_t)(keys + values) * (wide ? 4 : 2);
 }
 
-// Kernels by name ("scalar", "avx2", "avx512", "avx512_bf16", "amx"); null where the name is unknown or the machine
-// lacks the instructions. best_isa() is the last that the machine has.
+// Kernels by name ("scalar", "avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx"); null where the name is unknown or
+// the machine lacks the instructions. best_isa() is the last that the machine has.
 const Kernels* kernels_for(const char* isa);
 const char* const* known_isas();  // null-terminated
 const char* best_isa();

@@ -35,14 +35,14 @@ Program::~Program() {
 }
 
 int Program::add_matrix(const FormatInfo& format, const uint8_t* data, int n, int k) {
-  PackedMatrix m = make_packed(format, n, k);
+  PackedMatrix m = make_packed(format, n, k, kernels_->eight_bits, arena_);
   pool_.run(m.panels, [&](int64_t p, int) { pack_panel(m, format, data, (int)p); });
   const size_t rows = (size_t)std::max(max_tokens_, output_rows_);
   const size_t scratch = std::max(kernels_->linear_scratch_bytes(k), (size_t)k * 64);
   for (std::vector<uint8_t>& s : scratch_)
     if (s.size() < scratch) s.resize(scratch);
-  if (kernels_->wants_prepared(m) && prepared_count_ < rows * prepared_stride(k)) {
-    prepared_count_ = rows * prepared_stride(k);
+  if (kernels_->preparation(m) != kAsFloat && prepared_count_ < rows * (size_t)prepared_stride(k)) {
+    prepared_count_ = rows * (size_t)prepared_stride(k);
     prepared_ = allocate_bytes(prepared_count_ * 2);
     sums_.resize(rows * (size_t)sums_per_row(k));
   }
@@ -211,8 +211,14 @@ void Program::chain(Op& op, View x) {
   Op& before = ops_[ops_.size() - 2];
   const bool norm = before.code == OpCode::kRmsNorm || before.code == OpCode::kAddRmsNorm;
   if (!norm || before.out.buffer != x.buffer || before.out.offset != x.offset || before.out.width != x.width) return;
-  for (const LinearPart& p : op.parts) op.is_prepared = op.is_prepared || kernels_->wants_prepared(matrices_[p.matrix]);
-  before.prepares = op.is_prepared;
+  before.prepares = preparation(op);
+  op.is_prepared = before.prepares != kAsFloat;
+}
+
+int Program::preparation(const Op& op) const {
+  int wanted = kAsFloat;
+  for (const LinearPart& p : op.parts) wanted |= kernels_->preparation(matrices_[p.matrix]);
+  return wanted;
 }
 
 void Program::head_norm(View x, int head_dim, int weight, float eps) {

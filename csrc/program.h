@@ -72,7 +72,6 @@ struct KvShape {
 // A row length in elements of `size` bytes that keeps consecutive rows out of the same cache sets: rows exactly a
 // multiple of 1 KiB apart evict each other when a kernel walks down a column of tiles.
 inline int64_t spread(int64_t length, int64_t size) { return length * size % 1024 == 0 ? length + 64 / size : length; }
-inline int64_t prepared_stride(int k) { return spread((k + 31) / 32 * 32, 2); }
 
 // Most panels of gate and up that one item of a gated linear takes: its rows of both stay in the L2 cache.
 constexpr int kGatedPanels = 4;
@@ -147,7 +146,8 @@ class Program {
     std::vector<LinearPart> parts;
     int bias = -1;
     // The norm before a linear leaves its rows prepared for it, while they are in the nearest cache.
-    bool prepares = false, is_prepared = false;
+    int prepares = kAsFloat;
+    bool is_prepared = false;
   };
   struct Tile {  // attention work: a few query tokens of one sequence; one item per KV head
     int row, first_token, num_tokens, first_pos;
@@ -167,7 +167,11 @@ class Program {
   void plan_tiles(const StepInput& in);
   void run(const Op& op, const StepInput& in, int rows, int first_output);
   void chain(Op& op, View x);
-  void prepare_row(View x, int row);
+  int64_t prepared_stride(int k) const {
+    return spread((k + 31) / 32 * 32 * (int64_t)kernels_->prepared_value_bytes / 2, 2);
+  }
+  int preparation(const Op& op) const;
+  void prepare_row(View x, int row, int preparation);
   LinearArgs linear_args(const Op& op, int matrix, const float* bias, int rows) const;
   void prepare_input(const Op& op, int rows);
   void run_linear(const Op& op, int rows);
@@ -179,6 +183,7 @@ class Program {
   const Kernels* kernels_;
   ThreadPool pool_;
   int max_tokens_, max_outputs_, output_rows_;
+  Arena arena_;  // of the matrices
   std::vector<PackedMatrix> matrices_;
   std::vector<Table> tables_;
   std::vector<std::vector<float>> vectors_;
@@ -192,8 +197,8 @@ class Program {
   uint8_t* kv_memory_ = nullptr;
   size_t kv_memory_bytes_ = 0;
   std::vector<Tile> tiles_;
-  Bytes prepared_{nullptr, free_bytes};  // bf16 rows of the current linear's input
-  size_t prepared_count_ = 0;            // its values
+  Bytes prepared_{nullptr, free_bytes};  // prepared rows of the current linear's input
+  size_t prepared_count_ = 0;            // its halves
   std::vector<float> sums_;
   std::vector<std::vector<uint8_t>> scratch_;  // per thread
   std::array<double, (int)OpCode::kCount> op_seconds_{};

@@ -195,7 +195,7 @@ static size_t row_scratch_bytes(int group, int head_dim) {
   return 4 * ((size_t)kRowsAtOnce * kPieceTokens + rows * (2 + (size_t)head_dim + (head_dim + 15) / 16 * 16));
 }
 
-#if !defined(OCTAVO_ISA_AMX)
+#if !defined(OCTAVO_ISA_AMX) && !defined(OCTAVO_ISA_VNNI)
 static void store_kv(const float* k, const float* v, int head_dim, bool wide, uint8_t* kv, int offset) {
   wide ? store_kv_as<F32Cache>(k, v, head_dim, kv, offset) : store_kv_as<Bf16Cache>(k, v, head_dim, kv, offset);
 }

@@ -6,7 +6,7 @@
 // in the order of g: one arithmetic for any number of rows (law 1). Thin batches unpack weights in registers
 // as they stream by; wide ones unpack a panel once into scratch and reuse it for all rows.
 
-static void prepare_row(const float* x, int k, uint16_t* prepared, float* sums) {
+static void prepare_row_bf16(const float* x, int k, uint16_t* prepared, float* sums) {
   const int padded = (k + 31) / 32 * 32;
   for (int i = 0; i < padded; i += 16) {
     const int left = k - i < 0 ? 0 : k - i < 16 ? k - i : 16;
@@ -17,8 +17,6 @@ static void prepare_row(const float* x, int k, uint16_t* prepared, float* sums) 
   }
   for (int i = 0; i < padded / 32; ++i) sums[padded / 16 + i] = sums[2 * i] + sums[2 * i + 1];
 }
-
-static bool wants_prepared(const PackedMatrix& w) { return w.form != Form::kF32 && w.form != Form::kF16; }
 
 // bf16 bits of nibble - zero, twice, since vpermw looks at five bits of its index.
 static inline __m512i nibble_table(int zero) {
@@ -217,10 +215,18 @@ static void linear_bf16(const LinearArgs& a, int panel_begin, int panel_end, voi
   for (; p < panel_end; ++p) run_panels<1>(a, p, (uint8_t*)scratch);
 }
 
-static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* scratch) {
-  wants_prepared(*a.w) ? linear_bf16(a, panel_begin, panel_end, scratch)
-                       : linear_f32(a, panel_begin, panel_end, scratch);
+#if !defined(OCTAVO_ISA_VNNI)
+static Preparation preparation(const PackedMatrix& w) {
+  return w.form == Form::kF32 || w.form == Form::kF16 ? kAsFloat : kAsBf16;
 }
+static void prepare_row(const float* x, int k, int, uint16_t* prepared, float* sums) {
+  prepare_row_bf16(x, k, prepared, sums);
+}
+static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* scratch) {
+  preparation(*a.w) == kAsBf16 ? linear_bf16(a, panel_begin, panel_end, scratch)
+                               : linear_f32(a, panel_begin, panel_end, scratch);
+}
+#endif
 static size_t linear_scratch_bytes(int k) {
   const size_t padded = (size_t)(k + 31) / 32 * 32;
   return padded * 64 + 128;  // one float panel, or two bf16 panels, aligned

@@ -41,6 +41,24 @@ static inline void unpack_q8(const PackedMatrix& w, int panel, int k_begin, int 
   }
 }
 
+// Only tests of the packed form read it this way; products take the bytes as they are.
+static inline void unpack_q8x4(const PackedMatrix& w, int panel, int k_begin, int k_end, float* out) {
+  constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  const uint8_t* mins = w.panel_mins(panel);
+  for (int k = k_begin; k < k_end; k += 8, out += 128) {
+    const size_t g = (size_t)(k / w.group);
+    const V16 scale = load_scale(w.panel_scales(panel), g, w.half_scales);
+    const V16 min = mins ? load_scale(mins, g, w.half_scales) : V16::zero();
+    for (int i = 0; i < 8; ++i) {
+      const uint8_t* q = w.panel(panel) + (size_t)k * 16 + (i / 4) * 64 + i % 4;
+      float column[16];
+      for (int c = 0; c < 16; ++c) column[c] = (float)(q[c * 4] - w.zero);
+      const V16 product = V16::load(column) * scale;
+      (mins ? product + min : product).store(out + kOrder[i] * 16);
+    }
+  }
+}
+
 // Floats of k in [k_begin, k_end) of a panel, [k][16]; whole groups where the format has groups.
 static inline void unpack_range(const PackedMatrix& w, int panel, int k_begin, int k_end, float* out) {
   switch (w.form) {
@@ -48,6 +66,8 @@ static inline void unpack_range(const PackedMatrix& w, int panel, int k_begin, i
       return unpack_q4(w, panel, k_begin, k_end, out);
     case Form::kQ8:
       return unpack_q8(w, panel, k_begin, k_end, out);
+    case Form::kQ8x4:
+      return unpack_q8x4(w, panel, k_begin, k_end, out);
     case Form::kF32:
       memcpy(out, w.panel(panel) + (size_t)k_begin * 64, (size_t)(k_end - k_begin) * 64);
       return;

@@ -7,24 +7,38 @@
 #include "../impl/gemm_amx.inl"
 #elif defined(OCTAVO_ISA_BF16)
 #include "../impl/gemm_bf16.inl"
+#if defined(OCTAVO_ISA_VNNI)
+#include "../impl/gemm_int8.inl"
+#endif
 #else
-static bool wants_prepared(const PackedMatrix&) { return false; }
-static void prepare_row(const float*, int, uint16_t*, float*) {}
+static Preparation preparation(const PackedMatrix&) { return kAsFloat; }
+static void prepare_row(const float*, int, int, uint16_t*, float*) {}
 static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* scratch) {
   linear_f32(a, panel_begin, panel_end, scratch);
 }
 static size_t linear_scratch_bytes(int k) { return (size_t)k * 64; }
 #endif
 #include "../impl/attention.inl"
-#if defined(OCTAVO_ISA_AMX)
-#include "../impl/attention_amx.inl"
+#if defined(OCTAVO_ISA_AMX) || defined(OCTAVO_ISA_VNNI)
+#include "../impl/attention_pairs.inl"
 #endif
 #include "../impl/sampler.inl"
 // clang-format on
 
+#if defined(OCTAVO_ISA_VNNI)
+static constexpr EightBits kEightBits = EightBits::kQuads;
+static constexpr int kPreparedValueBytes = 4;  // bf16 and two times int8
+#else
+static constexpr EightBits kEightBits = EightBits::kPairs;
+static constexpr int kPreparedValueBytes = 2;
+#endif
+
+// clang-format off
 static const Kernels kKernels = {
     OCTAVO_ISA_NAME,
-    wants_prepared,
+    kEightBits,
+    kPreparedValueBytes,
+    preparation,
     prepare_row,
     linear_scratch_bytes,
     linear,
@@ -39,3 +53,4 @@ static const Kernels kKernels = {
     attention,
     sample_row,
 };
+// clang-format on

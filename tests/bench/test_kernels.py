@@ -86,7 +86,7 @@ def test_limits_of_every_instruction_set() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {"dram_read": 1e9, "cache_read": 2e9, "fma_f32": 1e9, "dot_bf16": 1e9, "amx_bf16": 1e9}
+    limits = {"dram_read": 1e9, "cache_read": 2e9, "fma_f32": 1e9, "dot_bf16": 1e9, "dot_int8": 1e9, "amx_bf16": 1e9}
     monkeypatch.setattr("octavo.benchmarks.limits.measure_limits", lambda *args: limits)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,24 @@ DATA = Path(__file__).parents[1] / "data"
 NUM_BLOCKS = 160
 GREEDY = SamplingParams(temperature=0, logprobs=10)
 
-# llama.cpp has 0.0029 on this file with 8-bit activations. What is reached here: 0.00012 with float32 activations
-# (the rest is the bf16 KV cache), 0.00018 with bf16 ones, 0.00031 on tiles (weights and attention in bf16, too).
-MAX_MEAN_KL = 0.0005
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far an arithmetic may be from float32: at most about 1.5 times what was measured."""
+
+    mean_kl: float  # llama.cpp has 0.0029 on this file, with 8-bit activations
+    mean_error: float  # of a token's log-probability
+    margin: float  # to the second token, in nats, beyond which the first must be the same
+
+
+# Measured: KL 0.00012 with float32 activations (the rest is the bf16 KV cache), 0.00018 with bf16 ones, 0.00031 on tiles
+# (weights and attention in bf16, too), 0.0008 with 8-bit ones whose outliers have 16 bits; errors 0.015 to 0.020, 0.033.
+EIGHT_BITS = Bounds(mean_kl=0.0012, mean_error=0.045, margin=0.35)
+OTHERS = Bounds(mean_kl=0.0005, mean_error=0.03, margin=0.2)
+
+
+def bounds_of(backend: CpuBackend) -> Bounds:
+    return EIGHT_BITS if isa_of(backend) == "avx512_vnni" else OTHERS
 
 
 def reference(name: str) -> Any:
@@ -29,7 +45,8 @@ def reference(name: str) -> Any:
 
 
 @pytest.fixture(
-    scope="module", params=[i for i in _native.available_isas() if i in ("avx2", _native.available_isas()[-1])]
+    scope="module",
+    params=[i for i in _native.available_isas() if i in ("avx2", "avx512_bf16", _native.available_isas()[-1])],
 )
 def backend(request: pytest.FixtureRequest, smollm2: LoadedModel) -> CpuBackend:
     backend = CpuBackend(
@@ -81,7 +98,7 @@ def test_prompt_and_next_token_logprobs(backend: CpuBackend) -> None:
         want = dict(zip(case["next_top10"]["ids"], case["next_top10"]["logprobs"], strict=True))
         errors += [abs(top[i] - want[i]) for i in shared]
     assert len(errors) > 1800
-    assert np.mean(errors) < 0.03
+    assert np.mean(errors) < bounds_of(backend).mean_error
 
 
 def test_greedy_continuations(backend: CpuBackend) -> None:
@@ -94,7 +111,7 @@ def test_greedy_continuations(backend: CpuBackend) -> None:
         _, row = run_prompt(backend, ids, scores=False)
         for token_id, margin in zip(want["ids"], want["margin_to_second"], strict=True):
             if row.token_id != token_id:
-                assert margin < 0.2, f"{case['name']}: token {len(ids) - num_prompt}"
+                assert margin < bounds_of(backend).margin, f"{case['name']}: token {len(ids) - num_prompt}"
                 break
             compared += 1
             ids.append(token_id)
@@ -121,4 +138,4 @@ def test_perplexity_and_coarse_kl(backend: CpuBackend) -> None:
         divergences.append(np.sum(np.exp(want) * (want - got)) + rest_want * np.log(rest_want / rest_got))
     isa = isa_of(backend)
     print(f"{isa}: perplexity {perplexity:.4f}, coarse KL mean {np.mean(divergences):.6f}")
-    assert np.mean(divergences) <= MAX_MEAN_KL
+    assert np.mean(divergences) <= bounds_of(backend).mean_kl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ops.native_ops import ISAS, ROUNDING, run_attention, run_linear, run_op
+from ops.native_ops import BF16_ATTENTION, INT8_PRODUCTS, ISAS, ROUNDING, run_attention, run_linear, run_op
 
 from octavo.ops.contract import OPS
 from octavo.weights.formats import FORMATS
@@ -44,7 +44,7 @@ def test_attention_matches_reference(isa: str, wide: bool) -> None:
             if not wide:  # values that bf16 holds exactly, so that the same tolerance applies
                 for key in ("k", "v"):
                     inputs[key] = (inputs[key].view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-            rounding = ROUNDING[isa] if isa == "amx" and not wide else 0.0  # tiles take q and weights in bf16
+            rounding = ROUNDING[isa] if isa in BF16_ATTENTION and not wide else 0.0
             assert_close(run_attention(isa, inputs, wide=wide), op.reference(**inputs), op.tolerance(inputs, rounding))
 
 
@@ -79,6 +79,49 @@ def random_matrix(rng: np.random.Generator, fmt: str, rows: int, cols: int) -> n
 
 # Largest |scale q| + |minimum| of random_matrix in the formats with minimums: 0.1 x (group scale x q + group minimum).
 LARGEST_TERM = {"Q4_1": 1.6, "Q5_1": 3.2, "Q2_K": 6.0, "Q4_K": 100.8, "Q5_K": 201.6}
+# The same where signed integers are made unsigned, and 8 or 128 times the scale is taken away again.
+LARGEST_UNSIGNED_TERM = {"Q4_0": 1.5, "Q5_0": 25.6, "Q8_0": 25.6, "Q5_1": 25.6, "Q3_K": 819, "Q5_K": 1613, "Q6_K": 3264}
+
+
+def apart(fmt: str, isa: str, x: np.ndarray) -> np.ndarray:
+    """What rounding terms before they cancel may cost a row."""
+    largest = LARGEST_TERM.get(fmt, 0.0)
+    if isa in INT8_PRODUCTS:
+        largest += LARGEST_UNSIGNED_TERM.get(fmt, 0.0)
+    return np.abs(x).sum(axis=1, keepdims=True) * largest * 2.0**-24 * (x.shape[1] + 8)
+
+
+def half_steps(x: np.ndarray) -> np.ndarray:
+    """Most that each value errs in 8 bits: half of its group's largest magnitude / 127, and the rounding of that."""
+    rows, cols = x.shape
+    padded = np.zeros((rows, -(-cols // 32) * 32), dtype=np.float32)
+    padded[:, :cols] = np.abs(x)
+    largest = padded.reshape(rows, -1, 32).max(axis=2)
+    return np.repeat(largest / 254 * (1 + 2.0**-16), 32, axis=1)[:, :cols]
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in INT8_PRODUCTS])
+@pytest.mark.parametrize("fmt", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+def test_large_values_keep_the_resolution_of_the_rest(fmt: str, isa: str) -> None:
+    """Groups with a value far above the row's root mean square get second bytes: 1/254 of the error, in any batch."""
+    op = OPS["linear"]
+    rng = np.random.default_rng(6)
+    num_out, cols = 83, 1024
+    data = random_matrix(rng, fmt, num_out, cols)
+    x = rng.standard_normal((9, cols), dtype=np.float32)
+    large = [(r, c) for r in range(9) for c in (3, 40 + 32 * r, 700)]
+    for r, c in large:
+        x[r, c] = 100.0
+    inputs = {"x": x, "weight": FORMATS[fmt].unpack(data).reshape(num_out, cols), "bias": np.zeros(num_out, np.float32)}
+    steps = half_steps(x)
+    for r, c in large:
+        steps[r, c // 32 * 32 : c // 32 * 32 + 32] /= 254 / 1.01
+    tolerance = op.tolerance(inputs, 0.0) + steps @ np.abs(inputs["weight"]).T
+    together = run_linear(isa, fmt, data, (num_out, cols), inputs)
+    assert_close(together, op.reference(**inputs), tolerance + apart(fmt, isa, x))
+    for rows in (1, 2, 5, 8):
+        part = run_linear(isa, fmt, data, (num_out, cols), {"x": x[:rows], "bias": inputs["bias"]}, threads=1)
+        np.testing.assert_array_equal(part, together[:rows])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -99,13 +142,15 @@ def test_linear_in_every_format(fmt: str, isa: str) -> None:
                 "bias": rng.standard_normal(num_out, dtype=np.float32),
             }
             rounding = 0.0 if fmt in ("F32", "F16") else ROUNDING[isa]
+            steps: np.ndarray | float = 0.0
+            if isa in INT8_PRODUCTS and fmt not in ("F32", "F16", "BF16"):
+                rounding, steps = 0.0, half_steps(inputs["x"]) @ np.abs(weight).T
             if isa == "amx" and fmt not in ("F32", "F16", "BF16"):
                 rounding = 2 * rounding + rounding**2  # tiles take weights rounded to bf16, too
-            tolerance = op.tolerance(inputs, rounding)
-            if fmt in LARGEST_TERM:
+            tolerance = op.tolerance(inputs, rounding) + steps
+            if fmt in LARGEST_TERM or isa in INT8_PRODUCTS:
                 # scale * sum(x q) and minimum * sum(x) are rounded apart, before they cancel.
-                terms = np.abs(inputs["x"]).sum(axis=1, keepdims=True) * LARGEST_TERM[fmt]
-                tolerance = tolerance + terms * 2.0**-24 * (cols + 8)
+                tolerance = tolerance + apart(fmt, isa, inputs["x"])
             assert_close(run_linear(isa, fmt, data, (num_out, cols), inputs), op.reference(**inputs), tolerance)
 
 

@@ -156,13 +156,24 @@ def _rope_factors(model: LoadedModel) -> npt.NDArray[np.float32] | None:
     return None if tensor is None else floats(tensor)
 
 
+_BF16 = "bf16 dot product, float32 sums"
+# What each instruction set multiplies quantised and bf16 matrices with; float32 where it has no entry.
+_PRODUCTS = {
+    "avx512_bf16": (_BF16, _BF16),
+    "avx512_vnni": ("8-bit dot product (a scale per 32, outliers in 16 bits), float32 sums", _BF16),
+    "amx": ("AMX bf16 tiles, float32 sums", "AMX bf16 tiles, float32 sums"),
+}
+_ATTENTION = {"avx512_vnni": "bf16 dot product", "amx": "AMX bf16 tiles"}  # over a bf16 cache
+
+
 def _details(isa: str, threads: int, kv_cache_dtype: str, formats: set[str]) -> dict[str, str]:
-    product = {"avx512_bf16": "bf16 dot product, float32 sums", "amx": "AMX bf16 tiles, float32 sums"}.get(isa)
-    attention = "AMX bf16 tiles" if isa == "amx" and kv_cache_dtype == "bfloat16" else "float32"
+    attention = _ATTENTION.get(isa, "float32") if kv_cache_dtype == "bfloat16" else "float32"
     linear = []
     for name in sorted(formats):
-        exact = name in ("F32", "F16") or product is None
-        linear.append(f"{name}: {'float32 fused multiply-add' if exact else product}")
+        product = "float32 fused multiply-add"
+        if isa in _PRODUCTS and name not in ("F32", "F16"):
+            product = _PRODUCTS[isa][name == "BF16"]
+        linear.append(f"{name}: {product}")
     return {
         "instruction set": isa,
         "threads": str(threads),

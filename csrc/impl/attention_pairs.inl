@@ -1,0 +1,206 @@
+// Paged attention in bf16 products over a bf16 cache. Pieces and online softmax are those of attention.inl; queries and
+// weights are rounded to bf16 (the sum of weights takes the rounded ones, so they still add up to one). How products
+// are made, attention_amx.inl and attention_dots.inl say: begin_products, score_rows, add_weighed_values, end_products.
+//
+// KV of a block and head: keys [D / 2][16 tokens][2], D = head_dim rounded up to 32; then values, for each 16 columns,
+// [8 token pairs][16 columns][2]. Both are right operands as they lie. A block is cleared when its first token is
+// written, since products also read the slots behind the last token (with weight 0, which NaN would survive).
+
+static inline int padded32(int n) { return (n + 31) / 32 * 32; }
+
+static void store_kv_pairs(const float* k, const float* v, int head_dim, uint8_t* kv, int offset) {
+  const int depth = padded32(head_dim);
+  if (offset == 0) memset(kv, 0, kv_block_head_bytes(head_dim, false));
+  uint32_t* keys = (uint32_t*)kv;
+  for (int d = 0; d < head_dim; d += 2) {
+    const uint32_t second = d + 1 < head_dim ? float_to_bf16(k[d + 1]) : 0u;
+    keys[(size_t)(d / 2) * 16 + offset] = float_to_bf16(k[d]) | second << 16;
+  }
+  uint16_t* values = (uint16_t*)kv + (size_t)depth * 16 + (size_t)(offset / 2) * 32 + offset % 2;
+  for (int d = 0; d < head_dim; ++d) values[(size_t)(d / 16) * 256 + (size_t)(d % 16) * 2] = float_to_bf16(v[d]);
+}
+
+struct PairScratch {
+  float* scores;      // [16][64]
+  float* update;      // [16][padded] what one piece adds
+  float* high;        // [rows]
+  float* sum;         // [rows]
+  float* out;         // [rows][padded]
+  uint16_t* weights;  // [16][64]
+  uint16_t* q;        // [rows][depth]
+};
+
+static inline size_t pair_scratch_bytes(int rows, int head_dim, PairScratch* s, uint8_t* base) {
+  const int padded = (head_dim + 15) / 16 * 16, depth = padded32(head_dim);
+  size_t at = 0;
+  const auto take = [&](size_t bytes) {
+    uint8_t* p = base + at;
+    at += (bytes + 63) / 64 * 64;
+    return p;
+  };
+  s->scores = (float*)take(16 * kPieceTokens * 4);
+  s->update = (float*)take((size_t)16 * padded * 4);
+  s->high = (float*)take((size_t)rows * 4);
+  s->sum = (float*)take((size_t)rows * 4);
+  s->out = (float*)take((size_t)rows * padded * 4);
+  s->weights = (uint16_t*)take(16 * kPieceTokens * 2);
+  s->q = (uint16_t*)take((size_t)rows * depth * 2);
+  return at;
+}
+
+struct Visible {  // tokens [lo, hi) of a piece
+  int lo, hi;
+  inline bool none() const { return lo >= hi; }
+  inline bool all() const { return lo == 0 && hi == kPieceTokens; }
+};
+
+// Sets what the row may not see to -inf, in place; returns the maximum of the rest.
+static inline float mask_row(float* scores, Visible seen) {
+  V16 top = V16::set1(-INFINITY);
+#pragma GCC unroll 4
+  for (int i = 0; i < kPieceTokens; i += 16) {
+    V16 s = V16::load(scores + i);
+    if (!seen.all()) {
+      const int from = seen.lo - i < 0 ? 0 : seen.lo - i > 16 ? 16 : seen.lo - i;
+      const int to = seen.hi - i < 0 ? 0 : seen.hi - i > 16 ? 16 : seen.hi - i;
+      s = from < to ? keep_range(s, from, to, -INFINITY) : V16::set1(-INFINITY);
+      s.store(scores + i);
+    }
+    top = max(top, s);
+  }
+  return hmax(top);
+}
+
+static constexpr float kLn2 = 0.693147180559945309f;  // scores are in units of it: weights are powers of two
+
+// 2^x for x <= 0, within 1e-4 of it: enough for a result that is rounded to bf16 (2^-9). Exactly 0 once it is rounded
+// so below -150, as for what a row may not see. Cubic through the Chebyshev nodes of [-1/2, 1/2].
+static inline V16 power_of_two(V16 x) {
+  const V16 y = max(x, V16::set1(-150.0f)), n = round_nearest(y), r = y - n;
+  V16 p = fma(V16::set1(0.0558382832f), r, V16::set1(0.242639482f));
+  p = fma(p, r, V16::set1(0.693136752f));
+  p = fma(p, r, V16::set1(0.999924541f));
+  return {_mm512_scalef_ps(p.v, n.v)};
+}
+
+// bf16 weights 2^(score - high) of one row; returns their sum.
+static inline float weigh_row(const float* scores, float high, uint16_t* weights) {
+  const V16 shift = V16::set1(high);
+  V16 total = V16::zero();
+#pragma GCC unroll 4
+  for (int i = 0; i < kPieceTokens; i += 16) {
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(power_of_two(V16::load(scores + i) - shift).v);
+    _mm256_storeu_si256((__m256i*)(weights + i), rounded);
+    total = total + V16{_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16))};
+  }
+  return hsum(total);
+}
+
+// Scores of up to 16 rows over a piece to weights; updates each row's maximum and sum. alpha[r] becomes the factor for
+// what row r has gathered so far.
+static inline void soften_rows(float* scores, uint16_t* weights, const Visible* seen, int rows, float* high, float* sum,
+                               float* alpha) {
+  alignas(64) float drop[16] = {};  // high - new high, at most 0
+  for (int r = 0; r < rows; ++r) {
+    if (seen[r].none()) continue;
+    const float piece_high = mask_row(scores + (size_t)r * kPieceTokens, seen[r]);
+    const float new_high = piece_high > high[r] ? piece_high : high[r];
+    drop[r] = high[r] - new_high;
+    high[r] = new_high;
+  }
+  exp16(V16::load(drop) * V16::set1(kLn2)).store(alpha);
+  for (int r = 0; r < rows; ++r) {
+    uint16_t* w = weights + (size_t)r * kPieceTokens;
+    if (seen[r].none()) {
+      memset(w, 0, kPieceTokens * 2);
+    } else {
+      sum[r] = sum[r] * alpha[r] + weigh_row(scores + (size_t)r * kPieceTokens, high[r], w);
+    }
+  }
+}
+
+static inline void load_queries(const AttentionTask& t, const PairScratch& s, int num_rows, int rows_up) {
+  const int depth = padded32(t.head_dim), padded = (t.head_dim + 15) / 16 * 16;
+  memset(s.q, 0, (size_t)rows_up * depth * 2);
+  memset(s.out, 0, (size_t)rows_up * padded * 4);
+  const V16 scale = V16::set1(t.scale / kLn2);
+  for (int r = 0; r < num_rows; ++r) {
+    const float* q = t.q + (size_t)(r / t.group) * t.ldq + (size_t)(r % t.group) * t.head_dim;
+    for (int d = 0; d < t.head_dim; d += 16) {
+      const int left = lanes_left(t.head_dim, d);
+      const __m256i b = (__m256i)_mm512_cvtneps_pbh((V16::load_partial(q + d, left) * scale).v);
+      _mm256_mask_storeu_epi16(s.q + (size_t)r * depth + d, (__mmask16)((1u << left) - 1u), b);
+    }
+    s.high[r] = -INFINITY;
+    s.sum[r] = 0.0f;
+  }
+}
+
+#if defined(OCTAVO_ISA_AMX)
+#include "attention_amx.inl"
+#else
+#include "attention_dots.inl"
+#endif
+
+static void attend_pairs(const AttentionTask& t, uint8_t* scratch) {
+  const int num_rows = t.num_tokens * t.group, depth = padded32(t.head_dim), padded = (t.head_dim + 15) / 16 * 16;
+  const int rows_up = (num_rows + 15) / 16 * 16;
+  PairScratch s;
+  pair_scratch_bytes(rows_up, t.head_dim, &s, (uint8_t*)(((uintptr_t)scratch + 63) / 64 * 64));
+  load_queries(t, s, num_rows, rows_up);
+  begin_products(num_rows < 16 ? num_rows : 16);
+
+  const int last_pos = t.first_pos + t.num_tokens - 1;
+  const int first_seen = t.window > 0 && t.first_pos - t.window + 1 > 0 ? t.first_pos - t.window + 1 : 0;
+  for (int piece = first_seen / kPieceTokens * kPieceTokens; piece <= last_pos; piece += kPieceTokens) {
+    const int num_tokens = last_pos + 1 - piece < kPieceTokens ? last_pos + 1 - piece : kPieceTokens;
+    const int blocks = (num_tokens + 15) / 16;
+    const uint8_t *keys[kPieceBlocks] = {}, *values[kPieceBlocks] = {};
+    const uint8_t *next_keys[kPieceBlocks] = {}, *next_values[kPieceBlocks] = {};
+    for (int b = 0; b < blocks; ++b) {
+      const int block = piece / 16 + b, next = block + kPieceBlocks;
+      keys[b] = t.kv + (size_t)t.block_ids[block] * t.block_stride;
+      values[b] = keys[b] + (size_t)depth * 32;
+      next_keys[b] = next <= last_pos / 16 ? t.kv + (size_t)t.block_ids[next] * t.block_stride : keys[b];
+      next_values[b] = next_keys[b] + (size_t)depth * 32;
+    }
+    for (int row = 0; row < num_rows; row += 16) {
+      const int rows = num_rows - row < 16 ? num_rows - row : 16;
+      // Causality: the first rows of a tile may see nothing of its last piece.
+      if (t.first_pos + (row + rows - 1) / t.group < piece) continue;
+      score_rows(s.q + (size_t)row * depth, rows, depth, keys, next_keys, blocks, s.scores);
+      alignas(64) float alpha[16];
+      Visible seen[16];
+      for (int r = 0; r < rows; ++r) {
+        const int position = t.first_pos + (row + r) / t.group;
+        const int first = t.window > 0 && position - t.window + 1 > 0 ? position - t.window + 1 : 0;
+        const int lo = first - piece, hi = position + 1 - piece;
+        seen[r] = {lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi};
+      }
+      soften_rows(s.scores, s.weights, seen, rows, s.high + row, s.sum + row, alpha);
+      add_weighed_values(s, rows, values, next_values, blocks, padded, alpha, s.out + (size_t)row * padded);
+    }
+  }
+  end_products();
+  for (int r = 0; r < num_rows; ++r) {
+    float* out = t.out + (size_t)(r / t.group) * t.ldo + (size_t)(r % t.group) * t.head_dim;
+    const V16 inverse = V16::set1(1.0f / s.sum[r]);
+    for (int d = 0; d < t.head_dim; d += 16)
+      (V16::load(s.out + (size_t)r * padded + d) * inverse).store_partial(out + d, lanes_left(t.head_dim, d));
+  }
+}
+
+static void store_kv(const float* k, const float* v, int head_dim, bool wide, uint8_t* kv, int offset) {
+  wide ? store_kv_as<F32Cache>(k, v, head_dim, kv, offset) : store_kv_pairs(k, v, head_dim, kv, offset);
+}
+
+static size_t attention_scratch_bytes(int group, int head_dim) {
+  PairScratch s;
+  const size_t pairs = pair_scratch_bytes((kTileTokens * group + 15) / 16 * 16, head_dim, &s, nullptr) + 64;
+  const size_t rows = row_scratch_bytes(group, head_dim);
+  return pairs > rows ? pairs : rows;
+}
+
+static void attention(const AttentionTask& task, bool wide, void* scratch) {
+  wide ? attend<F32Cache>(task, (float*)scratch) : attend_pairs(task, (uint8_t*)scratch);
+}
