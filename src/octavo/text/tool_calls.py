@@ -163,10 +163,10 @@ class _Reader:
         return True, char
 
 
-class MarkedParser(_Reader):
-    """Hermes and Qwen: <tool_call> {"name": ..., "arguments": {...}} </tool_call>, anywhere in the text."""
+class _MarkedReader(_Reader):
+    """Calls follow a mark, anywhere in the text. A subclass says which mark, and reads on after it."""
 
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    OPEN = ""
 
     def _run(self) -> Machine:
         char: str | None = yield
@@ -177,12 +177,21 @@ class MarkedParser(_Reader):
                 continue
             found, char = yield from self._read_mark(self.OPEN, char)
             if found:
-                char = yield from self._read_body(char)
+                char = yield from self._read_body((yield from self._skip_blanks(char)))
             self._release()
         yield from self._end()
 
     def _read_body(self, char: str | None) -> Generator[None, str | None, str | None]:
-        char = yield from self._skip_blanks(char)
+        """Reads from the first character after mark and blanks; returns the first that is none of its business."""
+        raise AssertionError("a subclass says how it reads")
+
+
+class MarkedParser(_MarkedReader):
+    """Hermes and Qwen: <tool_call> {"name": ..., "arguments": {...}} </tool_call>, anywhere in the text."""
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def _read_body(self, char: str | None) -> Generator[None, str | None, str | None]:
         if char != "{":
             return char
         is_call, char = yield from self._read_call(char)
@@ -194,29 +203,17 @@ class MarkedParser(_Reader):
         return char
 
 
-class MistralParser(_Reader):
+class MistralParser(_MarkedReader):
     """[TOOL_CALLS] and a list of objects, or name{...} or name[ARGS]{...} (the newer tokenizers)."""
 
     OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
-    def _run(self) -> Machine:
-        char: str | None = yield
-        while char is not None:
-            if char != self.OPEN[0]:
-                self._say(char)
-                char = yield
-                continue
-            found, char = yield from self._read_mark(self.OPEN, char)
-            if found:
-                char = yield from self._skip_blanks(char)
-                if char == "[":
-                    char = yield from self._read_list(char)
-                elif char == "{":
-                    _, char = yield from self._read_call(char)
-                else:
-                    char = yield from self._read_named(char)
-            self._release()
-        yield from self._end()
+    def _read_body(self, char: str | None) -> Generator[None, str | None, str | None]:
+        if char == "[":
+            return (yield from self._read_list(char))
+        if char == "{":
+            return (yield from self._read_call(char))[1]
+        return (yield from self._read_named(char))
 
     def _read_list(self, char: str | None) -> Generator[None, str | None, str | None]:
         while char is not None and char in "[,":
