@@ -115,11 +115,11 @@ def measure(engine: Engine, workload: Workload, vocab_size: int, tick: Callable[
 
 @bench.command(cls=GroupedCommand)
 @click.argument("model", default=DEFAULT_MODEL)
-@option("--num-prompts", type=click.IntRange(1, 100_000), default=64, show_default=True, group=WORK, help="Sequences.")
-@option("--input-len", type=click.IntRange(1), default=128, show_default=True, group=WORK, help="Prompt tokens each.")
-@option("--output-len", type=click.IntRange(1), default=128, show_default=True, group=WORK, help="Output tokens each.")
-@option("--temperature", type=float, default=0.0, show_default=True, group=WORK, help="0 is greedy.")
-@option("--warmup", type=click.IntRange(0), default=4, show_default=True, group=WORK, help="Sequences run before.")
+@option("--num-prompts", type=click.IntRange(1, 100_000), default=64, group=WORK, help="Sequences.")
+@option("--input-len", type=click.IntRange(1), default=128, group=WORK, help="Prompt tokens each.")
+@option("--output-len", type=click.IntRange(1), default=128, group=WORK, help="Output tokens each.")
+@option("--temperature", type=float, default=0.0, group=WORK, help="0 is greedy.")
+@option("--warmup", type=click.IntRange(0), default=4, group=WORK, help="Sequences run before.")
 @option("--json", "as_json", is_flag=True, group=WORK, help="Print one JSON object instead of a table.")
 @engine_options
 def offline(model: str, warmup: int, as_json: bool, **values: Any) -> None:

@@ -142,8 +142,8 @@ def virtual_engine(options: EngineOptions, num_streams: int, input_len: int) -> 
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", default=DEFAULT_MODEL)
-@option("--streams", type=click.IntRange(1, 4096), default=16, show_default=True, group=WORK, help="Running answers.")
-@option("--input-len", type=click.IntRange(1), default=2000, show_default=True, group=WORK, help="Of the long prompt.")
+@option("--streams", type=click.IntRange(1, 4096), default=16, group=WORK, help="Running answers.")
+@option("--input-len", type=click.IntRange(1), default=2000, group=WORK, help="Of the long prompt.")
 @option("--virtual", is_flag=True, group=WORK, help="No model: a virtual clock and a simple cost per step.")
 @option("--json", "as_json", is_flag=True, group=WORK, help="Print one JSON object instead of a table.")
 @engine_options

@@ -25,28 +25,13 @@ def _rows(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]:
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", default=DEFAULT_MODEL)
-@option(
-    "--rows",
-    default="1,8,64",
-    show_default=True,
-    callback=_rows,
-    group=WORK,
-    help="Sequences that decode together.",
-)
-@option("--prefill", type=click.IntRange(0, 65536), default=512, show_default=True, group=WORK, help="0: none.")
-@option(
-    "--context",
-    type=click.IntRange(0, 1_000_000),
-    default=256,
-    show_default=True,
-    group=WORK,
-    help="Tokens before the one decoded.",
-)
+@option("--rows", default="1,8,64", callback=_rows, group=WORK, help="Sequences that decode together.")
+@option("--prefill", type=click.IntRange(0, 65536), default=512, group=WORK, help="0: none.")
+@option("--context", type=click.IntRange(0, 1_000_000), default=256, group=WORK, help="Tokens before the one decoded.")
 @option(
     "--seconds",
     type=click.FloatRange(0.0, 60.0),
     default=0.2,
-    show_default=True,
     group=WORK,
     help="Per op and work; at least three steps.",
 )
@@ -54,13 +39,12 @@ def _rows(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]:
     "--load-format",
     type=click.Choice(["auto", "gguf", "safetensors", "dummy"]),
     default="auto",
-    show_default=True,
     group=WORK,
     help="dummy: random weights.",
 )
-@option("--dummy-format", default="BF16", show_default=True, group=WORK, help="Weight format of dummy weights.")
+@option("--dummy-format", default="BF16", group=WORK, help="Weight format of dummy weights.")
 @option("--threads", type=click.IntRange(1, 1024), group=MACHINE, help="Default: the CPUs this process may use.")
-@option("--isa", default="auto", show_default=True, group=MACHINE, help="Instruction set of the kernels.")
+@option("--isa", default="auto", group=MACHINE, help="Instruction set of the kernels.")
 @option("--json", "as_json", is_flag=True, group=WORK, help="Print one JSON object instead of tables.")
 def bench_kernels(
     model: str,

@@ -33,27 +33,23 @@ def _rate(_ctx: click.Context, _param: click.Parameter, value: float) -> float:
 
 
 @click.command(cls=GroupedCommand)
-@option("--base-url", default="http://127.0.0.1:8000", show_default=True, group=SERVER, help="With or without /v1.")
+@option("--base-url", default="http://127.0.0.1:8000", group=SERVER, help="With or without /v1.")
 @option("--model", metavar="NAME", group=SERVER, help="As the server calls it; default: the first that it lists.")
 @option(
     "--endpoint",
     type=click.Choice(["completions", "chat"]),
     default="completions",
-    show_default=True,
     group=SERVER,
     help="/v1/completions or /v1/chat/completions.",
 )
 @option("--api-key", metavar="KEY", group=SERVER, help="Sent as a bearer token.")
-@option("--timeout", type=POSITIVE, default=600.0, show_default=True, group=SERVER, help="Seconds for one request.")
-@option(
-    "--num-prompts", type=click.IntRange(1, 1_000_000), default=64, show_default=True, group=TRAFFIC, help="Requests."
-)
+@option("--timeout", type=POSITIVE, default=600.0, group=SERVER, help="Seconds for one request.")
+@option("--num-prompts", type=click.IntRange(1, 1_000_000), default=64, group=TRAFFIC, help="Requests.")
 @option(
     "--request-rate",
     type=float,
     callback=_rate,
     default=math.inf,
-    show_default=True,
     group=TRAFFIC,
     help="Requests per second, arriving as a Poisson process; inf: all at once.",
 )
@@ -67,7 +63,6 @@ def _rate(_ctx: click.Context, _param: click.Parameter, value: float) -> float:
     "--lengths",
     type=click.Choice(["fixed", "sharegpt"]),
     default="fixed",
-    show_default=True,
     group=TRAFFIC,
     help="Exactly --input-len and --output-len tokens, or a log-normal mix cut off there.",
 )
@@ -80,38 +75,26 @@ def _rate(_ctx: click.Context, _param: click.Parameter, value: float) -> float:
     group=TRAFFIC,
     help="Output tokens. [fixed: 128, sharegpt: 1024]",
 )
-@option("--warmup", type=click.IntRange(0), default=4, show_default=True, group=TRAFFIC, help="Requests sent before.")
-@option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, group=TRAFFIC, help="Fixes prompts and arrivals."
-)
+@option("--warmup", type=click.IntRange(0), default=4, group=TRAFFIC, help="Requests sent before.")
+@option("--seed", type=click.IntRange(0), default=0, group=TRAFFIC, help="Fixes prompts and arrivals.")
 @option(
     "--prompt-kind",
     type=click.Choice([AUTO, "ids", "text"]),
     default=AUTO,
-    show_default=True,
     group=REQUEST,
     help="Token ids (completions only) or text; auto tries ids first.",
 )
-@option(
-    "--vocab-size",
-    type=click.IntRange(2),
-    default=10_000,
-    show_default=True,
-    group=REQUEST,
-    help="Random token ids stay below this.",
-)
-@option("--temperature", type=float, default=0.0, show_default=True, group=REQUEST, help="0 is greedy.")
+@option("--vocab-size", type=click.IntRange(2), default=10_000, group=REQUEST, help="Random token ids stay below this.")
+@option("--temperature", type=float, default=0.0, group=REQUEST, help="0 is greedy.")
 @option(
     "--ignore-eos/--no-ignore-eos",
     default=True,
-    show_default=True,
     group=REQUEST,
     help="Send ignore_eos (vLLM, llama.cpp and Octavo know it), so that outputs have their length.",
 )
 @option(
     "--usage/--no-usage",
     default=True,
-    show_default=True,
     group=REQUEST,
     help="Ask for token counts (stream_options); without, a chunk counts as a token.",
 )

@@ -39,6 +39,8 @@ class GroupedCommand(click.Command):
 
 
 def option(*names: str, group: str, **kwargs: Any) -> Callable[[F], F]:
+    """click.option under a heading of --help, which shows the default where there is one."""
+    kwargs.setdefault("show_default", kwargs.get("default") is not None)
     return click.option(*names, cls=GroupedOption, group=group, **kwargs)
 
 
@@ -62,7 +64,6 @@ engine_options = together(
         "--load-format",
         type=click.Choice(LOAD_FORMATS),
         default="auto",
-        show_default=True,
         group=MODEL,
         help="Where weights come from; dummy makes random ones for any configuration.",
     ),
@@ -74,7 +75,6 @@ engine_options = together(
         "--dtype",
         type=click.Choice(DTYPES),
         default="auto",
-        show_default=True,
         group=MODEL,
         help="Of KV and dummy weights; stored weights keep their format. auto: bfloat16.",
     ),
@@ -112,17 +112,13 @@ engine_options = together(
         "--kv-cache-dtype",
         type=click.Choice(DTYPES),
         default="auto",
-        show_default=True,
         group=MEMORY,
         help="Type of stored keys and values. auto: that of --dtype.",
     ),
-    option(
-        "--block-size", type=int, default=16, show_default=True, metavar="TOKENS", group=MEMORY, help="Per KV block."
-    ),
+    option("--block-size", type=int, default=16, metavar="TOKENS", group=MEMORY, help="Per KV block."),
     option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
         default=True,
-        show_default=True,
         group=MEMORY,
         help="Reuse the KV of prompts that begin alike.",
     ),
@@ -130,7 +126,6 @@ engine_options = together(
         "--cache-pin-limit",
         type=float,
         default=0.5,
-        show_default=True,
         metavar="SHARE",
         group=MEMORY,
         help="Share (0 to 1) of the KV cache that pinned prefixes may hold.",
@@ -139,25 +134,15 @@ engine_options = together(
         "--tenant-cache-quota",
         type=float,
         default=1.0,
-        show_default=True,
         metavar="SHARE",
         group=MEMORY,
         help="Share (0 to 1) of it that one tenant may keep cached while no request uses it.",
     ),
-    option(
-        "--max-num-seqs",
-        type=int,
-        default=128,
-        show_default=True,
-        metavar="N",
-        group=STEPS,
-        help="Most sequences in one step.",
-    ),
+    option("--max-num-seqs", type=int, default=128, metavar="N", group=STEPS, help="Most sequences in one step."),
     option(
         "--max-num-batched-tokens",
         type=int,
         default=512,
-        show_default=True,
         metavar="TOKENS",
         group=STEPS,
         help="Most tokens in one step; longer prompts go in chunks.",
@@ -166,7 +151,6 @@ engine_options = together(
         "--max-num-waiting",
         type=int,
         default=1024,
-        show_default=True,
         metavar="N",
         group=STEPS,
         help="Most requests that wait; more are answered with 429.",
@@ -175,7 +159,6 @@ engine_options = together(
         "--scheduling-policy",
         type=click.Choice(SCHEDULING_POLICIES),
         default="fcfs",
-        show_default=True,
         group=STEPS,
         help="First come first served, or by the priority of the request.",
     ),
@@ -183,7 +166,6 @@ engine_options = together(
         "--admission",
         type=click.Choice(ADMISSIONS),
         default="foresight",
-        show_default=True,
         group=STEPS,
         help="Admit while the answers are expected to fit in the KV cache, or as long as the prompts do.",
     ),
@@ -191,7 +173,6 @@ engine_options = together(
         "--max-preemptions",
         type=int,
         default=4,
-        show_default=True,
         metavar="N",
         group=STEPS,
         help="How often one sequence may lose its KV blocks; after that it keeps them.",
@@ -200,7 +181,6 @@ engine_options = together(
         "--preemption-mode",
         type=click.Choice(PREEMPTION_MODES),
         default="tail",
-        show_default=True,
         group=STEPS,
         help="What a preempted sequence loses: all its KV blocks, or from the end as many as others need.",
     ),
@@ -208,7 +188,6 @@ engine_options = together(
         "--long-prefill-token-threshold",
         type=int,
         default=0,
-        show_default=True,
         metavar="TOKENS",
         group=STEPS,
         help="Most tokens of one prompt in a step that others share; 0: what the step has left.",
@@ -224,19 +203,10 @@ engine_options = together(
         "--isa",
         metavar="NAME",
         default="auto",
-        show_default=True,
         group=MACHINE,
         help="Kernels to use: scalar, avx2, avx512 … Default: OCTAVO_ISA, else the best of this CPU.",
     ),
-    option(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        show_default=True,
-        metavar="N",
-        group=MACHINE,
-        help="Only 1 in this version.",
-    ),
+    option("--tensor-parallel-size", type=int, default=1, metavar="N", group=MACHINE, help="Only 1 in this version."),
 )
 
 

@@ -20,15 +20,8 @@ SERVER = "Server"
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", default=DEFAULT_MODEL)
-@option("--host", default="127.0.0.1", show_default=True, group=SERVER, help="Address to listen on.")
-@option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    show_default=True,
-    group=SERVER,
-    help="Port; 0 takes a free one.",
-)
+@option("--host", default="127.0.0.1", group=SERVER, help="Address to listen on.")
+@option("--port", type=click.IntRange(0, 65535), default=8000, group=SERVER, help="Port; 0 takes a free one.")
 @option("--api-key", metavar="KEY", group=SERVER, help="Demand this bearer key. Default: OCTAVO_API_KEY, else none.")
 @option(
     "--api-key-file", metavar="FILE", group=SERVER, help="TOML with names, keys and limits; see docs/operations.md."
@@ -55,7 +48,6 @@ SERVER = "Server"
     "--write-timeout",
     type=click.FloatRange(0.1, 86400),
     default=60.0,
-    show_default=True,
     metavar="SECONDS",
     group=SERVER,
     help="Close connections of clients that read nothing for that time.",
@@ -72,7 +64,6 @@ SERVER = "Server"
     "--tool-call-parser",
     type=click.Choice(["auto", "hermes", "llama3_json", "mistral", "json"]),
     default="auto",
-    show_default=True,
     group=SERVER,
     help="How the model writes tool calls; auto: as its chat template does.",
 )
@@ -80,19 +71,15 @@ SERVER = "Server"
     "--reasoning-parser",
     type=click.Choice(["auto", "none", "think", "deepseek_r1", "qwen3"]),
     default="auto",
-    show_default=True,
     group=SERVER,
     help="Split <think>…</think> off as reasoning_content; auto: if the chat template knows it.",
 )
 @option("--trust-special-tokens", is_flag=True, group=SERVER, help="Let users' text contain special tokens.")
-@option(
-    "--max-body-size", metavar="SIZE", default="32MiB", show_default=True, group=SERVER, help="Larger requests: 413."
-)
+@option("--max-body-size", metavar="SIZE", default="32MiB", group=SERVER, help="Larger requests: 413.")
 @option(
     "--shutdown-timeout",
     type=click.FloatRange(0, 3600),
     default=5.0,
-    show_default=True,
     metavar="SECONDS",
     group=SERVER,
     help="How long answers may go on after SIGTERM or Ctrl-C.",
@@ -107,7 +94,6 @@ SERVER = "Server"
 @option(
     "--isolate-tenants/--no-isolate-tenants",
     default=True,
-    show_default=True,
     group=SERVER,
     help="With API keys: share cached prefixes only between requests of the same tenant.",
 )
@@ -121,7 +107,6 @@ SERVER = "Server"
     "--log-format",
     type=click.Choice(logs.FORMATS),
     default="text",
-    show_default=True,
     group=SERVER,
     help="Of log lines on stderr; json: one object a line, with request ids.",
 )
@@ -135,7 +120,6 @@ SERVER = "Server"
 @option(
     "--explain/--no-explain",
     default=True,
-    show_default=True,
     group=SERVER,
     help='Let clients ask why a request was slow ("explain": true, GET /v1/requests/ID).',
 )
@@ -143,7 +127,6 @@ SERVER = "Server"
     "--pooling",
     type=click.Choice(["last", "mean"]),
     default="last",
-    show_default=True,
     group=SERVER,
     help="What /v1/embeddings makes of the tokens' final hidden states, unless a request says.",
 )
@@ -151,7 +134,6 @@ SERVER = "Server"
     "--max-engine-restarts",
     type=click.IntRange(0, 10_000),
     default=16,
-    show_default=True,
     metavar="N",
     group=SERVER,
     help="How often in a row a dead engine process is replaced; unfinished answers go on.",
@@ -160,7 +142,6 @@ SERVER = "Server"
     "--engine-timeout",
     type=click.FloatRange(1, 86400),
     default=300.0,
-    show_default=True,
     metavar="SECONDS",
     group=SERVER,
     help="An engine whose step takes longer hangs, and is replaced.",
