@@ -10,7 +10,7 @@ namespace octavo {
 // that an idle server has.
 static constexpr int kSpins = 2000;
 
-ThreadPool::ThreadPool(int num_threads) {
+ThreadPool::ThreadPool(int num_threads) : ranges_((size_t)num_threads) {
   for (int t = 1; t < num_threads; ++t) workers_.emplace_back([this, t] { work(t); });
 }
 
@@ -22,13 +22,17 @@ ThreadPool::~ThreadPool() {
 }
 
 void ThreadPool::take_items(int thread) {
-  uint64_t claim = claims_.load(std::memory_order_acquire);
-  while ((uint32_t)claim < (uint32_t)(claim >> 32)) {
-    if (!claims_.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire))
-      continue;
-    call_(context_, (int64_t)(uint32_t)claim, thread);
-    done_.fetch_add(1, std::memory_order_release);
-    claim = claims_.load(std::memory_order_acquire);
+  const int num = size();
+  for (int i = 0; i < num; ++i) {
+    std::atomic<uint64_t>& claims = ranges_[(size_t)((thread + i) % num)].claims;
+    uint64_t claim = claims.load(std::memory_order_acquire);
+    while ((uint32_t)claim < (uint32_t)(claim >> 32)) {
+      if (!claims.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire))
+        continue;
+      call_(context_, (int64_t)(uint32_t)claim, thread);
+      done_.fetch_add(1, std::memory_order_release);
+      claim = claims.load(std::memory_order_acquire);
+    }
   }
 }
 
@@ -47,7 +51,11 @@ void ThreadPool::run_job(int64_t num_items, Call call, const void* context) {
   call_ = call;
   context_ = context;
   done_.store(0, std::memory_order_relaxed);
-  claims_.store((uint64_t)num_items << 32, std::memory_order_release);
+  const int64_t num = size();
+  for (int64_t t = 0; t < num; ++t) {
+    const uint64_t begin = (uint64_t)(num_items * t / num), end = (uint64_t)(num_items * (t + 1) / num);
+    ranges_[(size_t)t].claims.store(end << 32 | begin, std::memory_order_release);
+  }
   generation_.fetch_add(1, std::memory_order_release);
   generation_.notify_all();
   take_items(0);

@@ -9,7 +9,8 @@
 namespace octavo {
 
 // run() calls f(item, thread) once for every item in [0, num_items), the calling thread taking part as
-// thread 0. Items are claimed one by one, so which thread runs which is open: f must not depend on it. run() waits for
+// thread 0. Every thread has a range of consecutive items, so that it reads memory in order; one that is done claims
+// from the ranges of others. Which thread runs which item is open: f must not depend on it. run() waits for
 // items, not for threads: a worker that lost its core to another process holds up only the item it had claimed.
 // Workers wait for the next loop spinning briefly, then asleep: an idle pool uses no CPU. Not reentrant.
 class ThreadPool {
@@ -40,10 +41,13 @@ class ThreadPool {
   std::vector<std::thread> workers_;
   Call call_ = nullptr;
   const void* context_ = nullptr;
-  // Number of items of the current job (upper half) and the next one to claim (lower half). A claim is one exchange of
-  // both, so a thread that slept through a change of jobs cannot claim what does not exist; and a job cannot end, nor
-  // call_ and context_ change, before every claimed item is done.
-  alignas(64) std::atomic<uint64_t> claims_{0};
+  // A thread's range in the current job: where it ends (upper half) and the next item to claim (lower half). A claim is
+  // one exchange of both, so a thread that slept through a change of jobs cannot claim what does not exist; and a job
+  // cannot end, nor call_ and context_ change, before every claimed item is done.
+  struct alignas(64) Range {
+    std::atomic<uint64_t> claims{0};
+  };
+  std::vector<Range> ranges_;
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};  // bumped once per job; also when stopping
   std::atomic<bool> stopping_{false};

@@ -126,21 +126,26 @@ static inline __m512i broadcast_bytes(const int8_t* x) {
   return _mm512_set1_epi32(bits);
 }
 
-// Panels lie end to end, so what is read next lies ahead. Into the second cache: its queue of misses is longer than
-// that of the first. One core and weights from memory (Zen 4): 30 us instead of 43 without and 45 into the first cache.
-static constexpr int kPrefetchAhead = 8192;  // bytes
+// How far ahead of its place a stream asks for memory: where it will be in the panels after the ones at work, since a
+// thread goes through panels in order; less if that would fill the second cache. Into that cache, whose queue of misses
+// is longer than that of the first: one core and weights from memory (Zen 4), 30 us instead of 43 without and 45 into
+// the first cache.
+static inline size_t prefetch_distance(const PackedMatrix& w, int panels) {
+  constexpr size_t kMost = 64 << 10, kWithin = 8 << 10;
+  return (size_t)panels * w.panel_bytes <= kMost ? (size_t)panels * w.panel_bytes : kWithin;
+}
 
 // The bytes of eight k of a panel: two operands of four k each.
 template <Form kForm, bool kPrefetch>
-static inline void load_chunk(const uint8_t* panel, int chunk, __m512i (&w)[2]) {
+static inline void load_chunk(const uint8_t* panel, int chunk, size_t ahead, __m512i (&w)[2]) {
   const uint8_t* p = panel + (size_t)chunk * (kForm == Form::kQ4 ? 64 : 128);
-  if constexpr (kPrefetch) _mm_prefetch((const char*)p + kPrefetchAhead, _MM_HINT_T1);
+  if constexpr (kPrefetch) _mm_prefetch((const char*)p + ahead, _MM_HINT_T1);
   if constexpr (kForm == Form::kQ4) {
     const __m512i words = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
     w[0] = _mm512_and_si512(words, mask);
     w[1] = _mm512_and_si512(_mm512_srli_epi16(words, 4), mask);
   } else {
-    if constexpr (kPrefetch) _mm_prefetch((const char*)p + kPrefetchAhead + 64, _MM_HINT_T1);
+    if constexpr (kPrefetch) _mm_prefetch((const char*)p + ahead + 64, _MM_HINT_T1);
     w[0] = _mm512_loadu_si512(p);
     w[1] = _mm512_loadu_si512(p + 64);
   }
@@ -149,7 +154,7 @@ static inline void load_chunk(const uint8_t* panel, int chunk, __m512i (&w)[2]) 
 // part[m][p] = the integer sum of one group of weights and the rows' bytes at x.
 template <int kRows, int kPanels, Form kForm, bool kPrefetch>
 static inline void multiply_group(const uint8_t* const (&data)[kPanels], const int8_t* x, int64_t ld, int chunk,
-                                  int chunks, __m512i (&part)[kRows][kPanels]) {
+                                  int chunks, size_t ahead, __m512i (&part)[kRows][kPanels]) {
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
@@ -158,7 +163,7 @@ static inline void multiply_group(const uint8_t* const (&data)[kPanels], const i
   for (int c = chunk; c < chunk + chunks; ++c) {
     __m512i q[kPanels][2];
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; ++p) load_chunk<kForm, kPrefetch>(data[p], c, q[p]);
+    for (int p = 0; p < kPanels; ++p) load_chunk<kForm, kPrefetch>(data[p], c, ahead, q[p]);
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h)
 #pragma GCC unroll 8
@@ -190,7 +195,7 @@ static inline void add_second_bytes(const LinearArgs& a, const uint8_t* const (&
 #pragma GCC unroll 4
           for (int p = 0; p < kPanels; ++p) {
             __m512i q[2];
-            load_chunk<kForm, false>(data[p], c, q);
+            load_chunk<kForm, false>(data[p], c, 0, q);
             part[p][0] = _mm512_dpbusd_epi32(part[p][0], q[0], broadcast_bytes(x + c * 8));
             part[p][1] = _mm512_dpbusd_epi32(part[p][1], q[1], broadcast_bytes(x + c * 8 + 4));
           }
@@ -213,6 +218,7 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
   const RowScales s = row_scales(sums, quants);
   const int chunks = w.group / 8, per_quant = kQuant / w.group;
   const float* total = per_quant == 1 ? s.total32 : s.total16;
+  const size_t ahead = prefetch_distance(w, kPanels);
   const bool has_offset = w.has_min || w.zero != 0;
   const uint8_t* data[kPanels];
   for (int p = 0; p < kPanels; ++p) data[p] = w.panel(panel + p);
@@ -221,7 +227,7 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
     for (int p = 0; p < kPanels; ++p) acc[m][p] = V16::zero();
   for (int g = 0; g < w.groups; ++g) {
     __m512i part[kRows][kPanels];
-    multiply_group<kRows, kPanels, kForm, kPrefetch>(data, x, ld, g * chunks, chunks, part);
+    multiply_group<kRows, kPanels, kForm, kPrefetch>(data, x, ld, g * chunks, chunks, ahead, part);
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
       const V16 scale = load_scale(w.panel_scales(panel + p), (size_t)g, w.half_scales);
