@@ -31,7 +31,7 @@ CORE = [
         "scheduler",
         "engine",
     ),
-    *("counters", "line", "draft", "chunks", "admission", "preemption", "forks", "searches", "outcomes"),
+    *("counters", "line", "draft", "chunks", "admission", "preemption", "victims", "forks", "searches", "outcomes"),
     *("beams", "explain", "foresight"),
     *(
         "kv.partial",

@@ -10,9 +10,9 @@ from octavo.foresight import Foresight
 from octavo.kv.sizing import blocks_for
 from octavo.kv.tables import Hits
 from octavo.line import Line
-from octavo.policies import Preemption
 from octavo.preemption import Preemptor
 from octavo.request import Sequence, SequenceStatus
+from octavo.victims import Preemption
 
 _RUNNING = SequenceStatus.RUNNING
 
@@ -45,16 +45,17 @@ class Admission:
         line, tables = self._line, self._line.tables
         reason: WaitReason | None = None
         computing = [seq for seq in line.running if seq.num_computed < seq.num_prompt]
-        num_riding = num_reserved = 0
+        num_riding = num_places = num_reserved = 0
         while num_riding < len(line.waiting) and draft.budget > 0:
             seq = line.waiting[num_riding]
             hits = self._find_hits(seq)
             if not seq.block_ids and (num_blocks := self._rides(seq, hits, computing)) is not None:
                 num_riding += 1
+                num_places += not line.has_started(seq)
                 num_reserved += num_blocks
                 continue
             beside = seq.request.params.num_sequences - 1 if seq.request.request_id in line.searches else 0
-            reserved = (num_riding + beside, num_reserved + (beside if seq.request.max_tokens > 1 else 0))
+            reserved = (num_places + beside, num_reserved + (beside if seq.request.max_tokens > 1 else 0))
             reason = self._obstacle(seq, hits, reserved)
             if reason is not None and not self._displace_for(seq, hits, reserved, draft):
                 if not line.running and tables.retention.yield_one():
@@ -122,7 +123,7 @@ class Admission:
         ones are expected to grow by must be there: see `octavo.foresight`.
         """
         running, tables = self._line.running, self._line.tables
-        if len(running) + reserved[0] >= self._config.max_num_seqs:
+        if self._line.num_places + reserved[0] >= min(self._config.max_num_seqs, self._config.max_num_batched_tokens):
             return WaitReason.PLACES
         spare = reserved[1] + (1 if running else 0)
         num_kept = tables.num_freed_by(self._others_holding(seq), but=hits.block_ids)

@@ -57,37 +57,68 @@ class LengthEstimate:
         return max(0.0, total / (count + PRIOR_WEIGHT) - num_generated)
 
 
+class BeamSpread:
+    """Which part of what its beams generate a search keeps apart: 1 if they share nothing but the prompt.
+
+    Beams come from common ancestors, so most of their text is one text, in the same blocks.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+
+    def observe(self, beams: ListLike[Sequence], block_size: int) -> None:
+        """A search ended with these beams, which still hold their blocks."""
+        num_tokens = sum(seq.num_generated for seq in beams)
+        held = {block_id for seq in beams for block_id in seq.block_ids[seq.num_prompt // block_size :]}
+        self._recent.append(min(1.0, len(held) * block_size / max(1, num_tokens)))
+
+    @property
+    def expected(self) -> float:
+        """The mean over the last searches, and a prior of 1."""
+        return (sum(self._recent) + PRIOR_WEIGHT) / (len(self._recent) + PRIOR_WEIGHT)
+
+
 def max_tokens_of(request: Request, max_known: int) -> int:
     """Most tokens that one sequence of the request can generate; the last one needs no KV."""
     return max(0, min(request.max_tokens, max_known - len(request.prompt_token_ids)))
 
 
-def expected_peak(num_used: int, sequences: ListLike[tuple[float, int]], block_size: int) -> float:
+def expected_peak(num_used: int, sequences: ListLike[tuple[float, int, float]], block_size: int) -> float:
     """Blocks in use at the worst expected moment.
 
-    `num_used` blocks now; `sequences`: (expected remaining tokens, blocks that it gives back at its end).
-    All grow by a token per step, so use is highest just before one of them ends. Growing by t tokens takes
-    t / block_size blocks on average, wherever in its last block a sequence is.
+    `num_used` blocks now; `sequences`: (expected remaining tokens, blocks that it gives back at its end, tokens
+    that it grows by in a step: 1, or for a beam what it does not share with the others). So use is highest just
+    before one of them ends. Growing by t tokens takes t / block_size blocks on average, wherever in its last block
+    a sequence is.
     """
     peak = float(num_used)
     freed = 0
-    num_growing = len(sequences)
-    for remaining, num_private in sorted(sequences):
-        peak = max(peak, num_used + num_growing * remaining / block_size - freed)
+    growth = sum(rate for _, _, rate in sequences)
+    for remaining, num_private, rate in sorted(sequences):
+        peak = max(peak, num_used + growth * remaining / block_size - freed)
         # From here on neither what it had nor what it grew by counts.
         freed += num_private
-        num_growing -= 1
+        growth -= rate
     return peak
 
 
-class Foresight:
-    """Says whether one more sequence is expected to fit until the end, if answers are like those in `lengths`."""
+class Experience:
+    """What the requests of this engine were like so far."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_known: int, lengths: LengthEstimate) -> None:
+    def __init__(self) -> None:
+        self.lengths = LengthEstimate()  # of the answers that ended by themselves
+        self.spread = BeamSpread()
+
+
+class Foresight:
+    """Says whether one more sequence is expected to fit until the end, if answers are like those that `experience` has
+    seen."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_known: int, experience: Experience) -> None:
         self._limit = num_blocks
         self._block_size = block_size
         self._max_known = max_known
-        self._lengths = lengths
+        self._experience = experience
 
     def expects_room(
         self,
@@ -103,14 +134,17 @@ class Foresight:
         a block of its own."""
         if not running:
             return True
-        growth = [(self._remaining(s), num_private_blocks(s, tables)) for s in running]
-        growth.append((self._remaining(seq), needed + num_private_blocks(seq, tables)))
-        growth += [(self._remaining(seq), 1)] * num_forks
+        growth = [(self._remaining(s), num_private_blocks(s, tables), self._rate(s)) for s in running]
+        growth.append((self._remaining(seq), needed + num_private_blocks(seq, tables), self._rate(seq)))
+        growth += [(self._remaining(seq), 1, self._rate(seq))] * num_forks
         num_used = tables.pool.num_used + claimed + needed + num_forks
         return expected_peak(num_used, growth, self._block_size) <= self._limit
 
     def _remaining(self, seq: Sequence) -> float:
-        return self._lengths.remaining(seq.num_generated, max_tokens_of(seq.request, self._max_known))
+        return self._experience.lengths.remaining(seq.num_generated, max_tokens_of(seq.request, self._max_known))
+
+    def _rate(self, seq: Sequence) -> float:
+        return self._experience.spread.expected if seq.request.params.use_beam_search else 1.0
 
 
 def num_private_blocks(seq: Sequence, tables: BlockTables) -> int:

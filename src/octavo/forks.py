@@ -7,18 +7,16 @@ from dataclasses import replace
 from octavo.config import EngineConfig
 from octavo.draft import Draft, sample_spec
 from octavo.line import Line
-from octavo.policies import Preemption
-from octavo.preemption import Preemptor
 from octavo.request import MAX_SAMPLES, Sequence
+from octavo.victims import Preemption
 
 
 class Forks:
     """Plans forks, and starts them when the step is committed."""
 
-    def __init__(self, config: EngineConfig, line: Line, rules: Preemption, preemptor: Preemptor) -> None:
+    def __init__(self, config: EngineConfig, line: Line, rules: Preemption) -> None:
         self._line = line
         self._rules = rules
-        self._preemptor = preemptor
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
 
     def plan(self, draft: Draft) -> None:
@@ -27,13 +25,14 @@ class Forks:
         As many as there are places and blocks for the step after this one; the others are admitted later.
         """
         line, pool = self._line, self._line.tables.pool
-        for seq, row in tuple(draft.rows.items()):
-            if seq not in draft.rows or row.start + len(row.token_ids) != seq.num_known or seq.num_generated > 0:
+        beams: dict[Sequence, list[Sequence]] = {}  # their places are kept from the start of the search
+        for seq, row in draft.rows.items():
+            if row.start + len(row.token_ids) != seq.num_known or seq.num_generated > 0:
                 continue
             if seq.request.request_id in line.searches:
-                self._plan_beams(seq, draft)
+                beams[seq] = [s for s in line.requests[seq.request.request_id] if s is not seq]
                 continue
-            others = len(line.running) + draft.num_forks
+            others = line.num_places + draft.num_forks
             most = self._max_rows - others
             if any(map(self._rules.is_safe, line.running)):
                 most = 0  # admission looks whether the promise to those can be kept; forking does not
@@ -43,16 +42,9 @@ class Forks:
                 draft.forks[seq] = siblings[:most]
         for seq, forks in draft.forks.items():
             row = draft.rows[seq]
-            if row.sample is not None and seq.request.request_id not in line.searches:
+            if row.sample is not None:
                 draft.rows[seq] = replace(row, forks=tuple(sample_spec(fork) for fork in forks))
-
-    def _plan_beams(self, seq: Sequence, draft: Draft) -> None:
-        """All beams of a search start together; where there is no longer a place for them, it waits again."""
-        beams = [s for s in self._line.requests[seq.request.request_id] if s is not seq]
-        if len(self._line.running) + draft.num_forks + len(beams) <= self._max_rows:
-            draft.forks[seq] = beams
-        else:
-            self._preemptor.preempt(seq, draft)
+        draft.forks |= beams
 
     def start(self, fork: Sequence, seq: Sequence) -> None:
         """`fork` runs from here on, on the blocks of its sibling `seq`, whose prompt has just been computed."""

@@ -10,7 +10,7 @@ from octavo.config import EngineConfig
 from octavo.counters import Counters
 from octavo.errors import QueueFullError, RequestError
 from octavo.events import Observer, OutputEvent, terminal_events
-from octavo.foresight import LengthEstimate, num_private_blocks
+from octavo.foresight import Experience, num_private_blocks
 from octavo.kv.sizing import blocks_for
 from octavo.kv.tables import BlockTables
 from octavo.policies import admission_order
@@ -35,7 +35,7 @@ class Line:
     def __init__(self, config: EngineConfig, tables: BlockTables) -> None:
         self.tables = tables
         self.counters = Counters()
-        self.lengths = LengthEstimate()  # of the answers that ended by themselves
+        self.experience = Experience()
         self.observer: Observer | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -141,7 +141,7 @@ class Line:
         self.tables.free(seq, forget=reason is FinishReason.ERROR)
         self.num_live -= 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.lengths.observe(seq.num_generated)
+            self.experience.lengths.observe(seq.num_generated)
         if self.observer is not None:
             self.observer.finished(seq)
         samples = self.requests[seq.request.request_id]
@@ -156,6 +156,20 @@ class Line:
         for seq in sequences:
             self.finish(seq, FinishReason.ERROR)
         return terminal_events(sequences, error)
+
+    @property
+    def num_places(self) -> int:
+        """Rows that those that run will have in a step: all beams of a search count from its start."""
+        num_to_come = 0
+        for search in self.searches.values():
+            if self.has_started(search.sequences[0]):
+                num_to_come += sum(beam.status is SequenceStatus.WAITING for beam in search.sequences)
+        return len(self.running) + num_to_come
+
+    def has_started(self, seq: Sequence) -> bool:
+        """Does the search run that this is a beam of?"""
+        search = self.searches.get(seq.request.request_id)
+        return search is not None and search.sequences[0].status is SequenceStatus.RUNNING
 
     def siblings_before_first_token(self, seq: Sequence) -> list[Sequence]:
         """Samples of the same request that wait, have drawn nothing yet and hold nothing of their own."""

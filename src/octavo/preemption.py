@@ -12,14 +12,14 @@ import logging
 from octavo.draft import Draft
 from octavo.kv.tables import Hits
 from octavo.line import Line
-from octavo.policies import Preemption
 from octavo.request import Sequence, SequenceStatus
+from octavo.victims import Preemption
 
 logger = logging.getLogger(__name__)
 
 
 class Preemptor:
-    """Does what `policies.Preemption` decides. Taking back what the step had planned for a victim is part of it."""
+    """Does what `victims.Preemption` decides. Taking back what the step had planned for a victim is part of it."""
 
     def __init__(self, line: Line, rules: Preemption, *, tail: bool) -> None:
         self._line = line
@@ -75,6 +75,9 @@ class Preemptor:
         for beam in search.sequences:
             if beam.status is SequenceStatus.RUNNING:
                 self._set_back(beam, draft, keep=False)
+        num_preemptions = max(beam.num_preemptions for beam in search.sequences)
+        for beam in search.sequences:  # those that had not started yet wait for the same search
+            beam.num_preemptions = num_preemptions
         search.restart()
 
     def _set_back(self, seq: Sequence, draft: Draft, *, keep: bool) -> None:

@@ -17,10 +17,10 @@ from octavo.kv.tables import BlockTables
 from octavo.line import Line
 from octavo.outcomes import Outcomes
 from octavo.plan import StepPlan, StepResult
-from octavo.policies import Preemption
 from octavo.preemption import Preemptor
 from octavo.request import FinishReason, Request, Sequence, SequenceStatus
 from octavo.searches import Top, advance_search
+from octavo.victims import Preemption
 
 _RUNNING = SequenceStatus.RUNNING
 
@@ -47,11 +47,11 @@ class Scheduler:
         # A sequence may know one token more than the pool holds: the last one needs no KV.
         max_known = min(config.max_model_len, config.num_blocks * config.block_size + 1)
         rules = Preemption(config, self.tables, max_known)
-        foresight = Foresight(config.num_blocks, config.block_size, max_known, line.lengths)
+        foresight = Foresight(config.num_blocks, config.block_size, max_known, line.experience)
         self.preemptor = Preemptor(line, rules, tail=config.preemption_mode == "tail")
         self._chunks = Chunks(line, self.preemptor, config.long_prefill_token_threshold)
         self._admission = Admission(config, line, rules, self.preemptor, self._chunks, foresight)
-        self._forks = Forks(config, line, rules, self.preemptor)
+        self._forks = Forks(config, line, rules)
         self._outcomes = Outcomes(line, self._forks, max_known)
         self._in_flight: tuple[Sequence, ...] = ()  # the rows' sequences of the plan not yet committed ...
         self._forking: dict[Sequence, list[Sequence]] = {}  # ... and their forks

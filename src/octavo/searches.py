@@ -32,6 +32,7 @@ def advance_search(line: Line, search: BeamSearch, tops: dict[Sequence, Top]) ->
 def _end_search(line: Line, search: BeamSearch) -> list[OutputEvent]:
     """The n best results, in the places of the first n sequences."""
     samples = line.requests[search.request.request_id]
+    line.experience.spread.observe(search.sequences, line.tables.block_size)
     results: list[Hypothesis] = search.finished[: search.request.params.n]
     if not results:
         return line.fail([seq for seq in samples if not seq.finished], "the search found no continuation")

@@ -15,6 +15,7 @@ CORE += [f"kv/{name}.py" for name in ("pool", "prefix", "sizing", "tables")]
 # Features that the core meets in one seam each; each is counted for itself (docs/adr/0004-a-larger-core.md).
 FEATURES = [
     "foresight.py",
+    "victims.py",
     "preemption.py",
     "forks.py",
     "beams.py",

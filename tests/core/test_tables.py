@@ -31,6 +31,7 @@ SYSTEM = [7 + i % 50 for i in range(70)]
 
 # What is remembered on purpose: of the last answers, stories and evicted blocks, and one note per block.
 BOUNDS = {
+    "BeamSpread._recent": 256,
     "LengthEstimate._recent": 256,
     "LengthEstimate._sorted": 256,
     "LengthEstimate._sums": 257,
