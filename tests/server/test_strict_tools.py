@@ -210,6 +210,10 @@ def test_other_routes(served: tuple[str, Asker]) -> None:
     answer = ask.live.openai.responses.create(model=MODEL, input=question, tools=flat, temperature=0)  # type: ignore
     (item,) = answer.output
     assert item.type == "function_call" and json.loads(item.arguments) == GOOD
+    named = [{"name": f["name"], "input_schema": SCHEMA, "strict": f.get("strict")} for f in flat]
+    body = {"messages": [{"role": "user", "content": question}], "tools": named, "max_tokens": 400}
+    (block,) = ask.live.post("/v1/messages", body).json()["content"]
+    assert (block["type"], block["input"]) == ("tool_use", GOOD)
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)

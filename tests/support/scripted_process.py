@@ -132,7 +132,8 @@ def crowded(model: str, options: EngineOptions, *, progress: Any = None) -> Fake
     config = EngineConfig(
         max_model_len=options.max_model_len or 512, num_blocks=96, max_num_seqs=12, max_num_batched_tokens=64
     )
-    return FakeAssembly(Engine(config, backend), FakeModel(directory), config, ["Weights: none"])
+    grammars = ConstraintCompiler(Tokenizer.from_directory(directory), backend.vocab_size)
+    return FakeAssembly(Engine(config, backend, grammars=grammars), FakeModel(directory), config, ["Weights: none"])
 
 
 def talkative(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:

@@ -26,7 +26,7 @@ Body = dict[str, Any]
 
 
 def make_requests(rng: random.Random, model: str, count: int) -> list[tuple[str, Body]]:
-    """Of every kind: sampled and greedy, samples, stops, log-probabilities, scoring, chats; half of them streamed."""
+    """Of every kind: sampled, greedy, samples, stops, log-probabilities, scoring, forms, chats; half are streamed."""
     shared = "a shared beginning that fills more than one block of the cache, "
     made: list[tuple[str, Body]] = []
     for i in range(count):
@@ -42,6 +42,9 @@ def make_requests(rng: random.Random, model: str, count: int) -> list[tuple[str,
             (
                 {}, {"n": rng.randrange(2, 5)}, {"n": 2, "best_of": 4}, {"logprobs": 2}, {"stop": ["a", "e", "Hello"]},
                 {"prompt_logprobs": 1}, {"presence_penalty": 1.0}, {"echo": True}, {"min_tokens": 3, "stop": ["o"]},
+                # New to each engine that is started.
+                {"structured_outputs": {"regex": f"[a-f]{{3,{i + 9}}}[xyz]"}, "n": 2},
+                {"structured_outputs": {"json": {"enum": [f"{i} apples", i]}}},
             )
         )  # fmt: skip
         made.append(("/v1/completions", body))
