@@ -252,3 +252,23 @@ def test_what_is_said_of_samples_meanwhile(tmp_path: Path) -> None:
     assert sorted(ended) == [("b", 0), ("c", 0), ("c", 1)]
     assert [(type(m), m.ticket) for m in messages if not isinstance(m, Events)] == [(Refused, 2), (Admitted, 1)]
     assert len(compiler.begun) == 1
+
+
+def test_what_is_left_of_a_submission_waits_for_nothing(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_directory(write_tokenizer(tmp_path))
+    compiler = GatedCompiler(ConstraintCompiler(tokenizer, tokenizer.vocab_size))
+    engine = Engine(
+        EngineConfig(max_model_len=64, num_blocks=32), HashBackend(vocab_size=tokenizer.vocab_size), grammars=compiler
+    )
+    wish = StructuredOutputsParams(regex="ab")
+    specs = [
+        SubmitSpec(request_id=i, prompt_token_ids=[1], params=SamplingParams(max_tokens=2, structured_outputs=w))
+        for i, w in (("shaped", wish), ("free", None))
+    ]
+    messages: list[Message] = []
+    inbox = ListInbox([Submit(1, specs)], [Abort(["shaped"])])
+    inbox.woken.set()  # nothing will wake it: the compiler never gets ready
+    EngineLoop(engine, inbox, messages.append).run()
+    events = [event for message in messages if isinstance(message, Events) for event in message.events]
+    assert [e.request_id for e in events if e.finish_reason is not None] == ["free"]
+    compiler.gate.set()

@@ -56,6 +56,7 @@ class CompileQueue:
         self._wake = wake
         self._max_sequences = max_sequences
         self._waiting: list[Submitted] = []
+        self._fewer = False  # since the last look some requests were aborted; the rest of theirs may be ready
         self._news = threading.Condition()
         self._wishes: dict[Wish, None] = {}  # in line; guarded by _news
         self._current: Wish | None = None  # whose result is still to come; guarded by _news
@@ -89,8 +90,9 @@ class CompileQueue:
 
     def take_ready(self) -> list[Submitted]:
         """Those that have all their grammars by now, or an error, in the order of their arrival."""
-        if self._results.empty():
+        if self._results.empty() and not self._fewer:
             return []
+        self._fewer = False
         while not self._results.empty():
             wish, result = self._results.get()
             for submitted in self._waiting:
@@ -115,6 +117,7 @@ class CompileQueue:
             kept = [request for request in submitted.requests if request.request_id != request_id]
             if len(kept) < len(submitted.requests):
                 submitted.requests = kept
+                self._fewer = True
                 if not kept:
                     self._waiting.remove(submitted)
                     self._drop_unwanted()
