@@ -116,16 +116,17 @@ def test_others_are_admitted_while_samples_wait_for_their_prompt():
     driver.run()
 
 
-def test_samples_that_fit_only_while_shared():
+@pytest.mark.parametrize("mode", ["full", "tail"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_that_fit_only_while_shared(caching, mode):
     """C119: outputs equal those of a large pool, and no sibling's blocks are freed with another's."""
     params = seeded(4, 40)
-    for caching in (True, False):
-        large, small = Driver(), Driver(num_blocks=9, enable_prefix_caching=caching)
-        for driver in (large, small):
-            driver.add(prompt(70), params, request_id="r")
-            driver.run()
-        assert small.engine.stats().num_preemptions > 0
-        assert [small.outcomes["r", i].answer for i in range(4)] == [large.outcomes["r", i].answer for i in range(4)]
+    large, small = Driver(), Driver(num_blocks=9, enable_prefix_caching=caching, preemption_mode=mode)
+    for driver in (large, small):
+        driver.add(prompt(70), params, request_id="r")
+        driver.run()
+    assert small.engine.stats().num_preemptions > 0
+    assert [small.outcomes["r", i].answer for i in range(4)] == [large.outcomes["r", i].answer for i in range(4)]
 
 
 @pytest.mark.parametrize("caching", [True, False])
