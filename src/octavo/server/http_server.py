@@ -119,7 +119,7 @@ class OctavoServer(uvicorn.Server):
             return
         if ring is not None and accounts is not None:
             accounts.use(ring)
-            keys_logger.info("the key file was read again: %d keys", len(ring.keys))
+            keys_logger.info("the key file was read again; keys: %d", len(ring.keys))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # cancelled tasks are meant to be
