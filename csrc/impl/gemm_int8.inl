@@ -216,10 +216,9 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
   const int8_t* x = first_bytes(a.prepared, w.k) + row * ld;
   const float* sums = a.sums + row * a.ld_sums;
   const RowScales s = row_scales(sums, quants);
-  const int chunks = w.group / 8, per_quant = kQuant / w.group;
-  const float* total = per_quant == 1 ? s.total32 : s.total16;
+  const int chunks = w.group / 8;
+  const float* total = w.group == kQuant ? s.total32 : s.total16;
   const size_t ahead = prefetch_distance(w, kPanels);
-  const bool has_offset = w.has_min || w.zero != 0;
   const uint8_t* data[kPanels];
   for (int p = 0; p < kPanels; ++p) data[p] = w.panel(panel + p);
   V16 acc[kRows][kPanels];
@@ -227,7 +226,16 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
     for (int p = 0; p < kPanels; ++p) acc[m][p] = V16::zero();
   for (int g = 0; g < w.groups; ++g) {
     __m512i part[kRows][kPanels];
+    if constexpr (kRows >= 5) {  // the rows of the next tile, into the first cache
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) {
+        _mm_prefetch((const char*)(x + (kRows + m) * ld + g * chunks * 8), _MM_HINT_T0);
+      }
+      _mm_prefetch((const char*)(s.first + (kRows + g % kRows) * a.ld_sums) + (g / kRows) * 64, _MM_HINT_T0);
+      _mm_prefetch((const char*)(total + (kRows + g % kRows) * a.ld_sums) + (g / kRows) * 64, _MM_HINT_T0);
+    }
     multiply_group<kRows, kPanels, kForm, kPrefetch>(data, x, ld, g * chunks, chunks, ahead, part);
+    const int quant = g * w.group / kQuant;
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
       const V16 scale = load_scale(w.panel_scales(panel + p), (size_t)g, w.half_scales);
@@ -235,9 +243,9 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
       if (w.zero != 0) offset = fma(V16::set1(-(float)w.zero), scale, offset);
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) {
-        const V16 both = scale * V16::set1(s.first[m * a.ld_sums + g / per_quant]);
+        const V16 both = scale * V16::set1(s.first[m * a.ld_sums + quant]);
         acc[m][p] = fma({_mm512_cvtepi32_ps(part[m][p])}, both, acc[m][p]);
-        if (has_offset) acc[m][p] = fma(V16::set1(total[m * a.ld_sums + g]), offset, acc[m][p]);
+        acc[m][p] = fma(V16::set1(total[m * a.ld_sums + g]), offset, acc[m][p]);
       }
     }
   }
