@@ -1,4 +1,4 @@
-"""What broke other servers: odd messages, routes without a key, faults in each layer (C026, C034, C041, C052, C172)."""
+"""What broke other servers: odd messages and ids, routes without a key, faults in each layer (C026 to C079, C172)."""
 
 from __future__ import annotations
 
@@ -98,6 +98,21 @@ def test_expect_and_unread_bodies(live: LiveServer) -> None:
         while part := connection.recv(65536):
             data += part
         assert data.startswith(b"HTTP/1.1 404") and data.count(b"HTTP/1.1 200 OK") == 1
+
+
+def test_ids_that_the_tokenizer_lacks(tmp_path: Path) -> None:
+    """C079: a padded vocabulary. Such ids have no text, in an answer, its log-probabilities and a prompt."""
+    with live_server(tmp_path, settings={"vocab_size": 300}) as live:
+        live.model.vocab_size = 300
+        lacking = live.tokenizer.vocab_size + 5
+        answer = [ord("a"), lacking, ord("b"), 299]
+        live.model.script = lambda spec: answer[len(spec.token_ids) - spec.num_prompt]
+        body = {"prompt": [ord("x"), lacking], "max_tokens": 4, "logprobs": 1, "echo": True}
+        choice = live.complete(**body)["choices"][0]
+        assert choice["text"] == "xab" and choice["logprobs"]["tokens"] == ["x", "", "a", "", "b", ""]
+        assert "".join(f["choices"][0]["text"] for f in live.stream(COMPLETIONS, body)) == "xab"
+        chat = live.post(CHAT, {"messages": [USER], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}).json()
+        assert chat["choices"][0]["message"]["content"] == "ab"
 
 
 # ---------------------------------------------------------------------------- faults
