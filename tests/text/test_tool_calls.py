@@ -121,10 +121,15 @@ def test_pieces_make_no_difference(fmt: str, parts: list[str], data: st.DataObje
         assert whole[0] == text, "what is no call stays as it is"
 
 
+SHORT = st.text(max_size=8)
+
+
 @given(
-    st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(), st.recursive(
-        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
-    ))), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(SHORT, st.recursive(
+        st.none() | st.integers() | SHORT,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SHORT, inner, max_size=3),
+        max_leaves=6,
+    ), max_size=3)), min_size=1, max_size=4),
     st.sampled_from(sorted(PARSERS)),
 )  # fmt: skip
 def test_what_is_written_is_read(calls: list[tuple[str, dict[str, object]]], fmt: str) -> None:
