@@ -265,9 +265,12 @@ void bind_program(nb::module_& m) {
              p.set_rope(cos.data(), sin.data(), (int)cos.shape(0), (int)cos.shape(1));
            })
       .def("set_kv_shape",
-           [](Program& p, int layers, int heads, int head_dim, bool wide) {
+           [](Program& p, int layers, int heads, int head_dim, const std::string& dtype) {
              require(layers > 0 && heads > 0 && head_dim > 0, "the KV shape must be positive");
-             p.set_kv_shape({layers, heads, head_dim, wide});
+             const KvType type = dtype == "float32" ? KvType::kF32 : dtype == "int8" ? KvType::kInt8 : KvType::kBf16;
+             require(type != KvType::kBf16 || dtype == "bfloat16",
+                     "set_kv_shape: dtype is none of bfloat16, float32, int8");
+             p.set_kv_shape({layers, heads, head_dim, type});
            })
       .def(
           "allocate_kv",

@@ -32,7 +32,7 @@ void Program::for_rows(int rows, int cost, const F& f) {
 }
 
 void Program::copy_blocks(const StepInput& in) {
-  const size_t size = kv_block_head_bytes(kv_.head_dim, kv_.wide) * kv_.heads;
+  const size_t size = kv_block_head_bytes(kv_.head_dim, kv_.type) * kv_.heads;
   for (int c = 0; c < in.num_copies; ++c)
     for (int layer = 0; layer < kv_.layers; ++layer)
       memcpy(kv_at(layer, in.copies[2 * c + 1], 0), kv_at(layer, in.copies[2 * c], 0), size);
@@ -210,7 +210,7 @@ void Program::run_attention(const Op& op, const StepInput& in) {
     const int32_t* table = in.block_ids + in.table_start[row];
     for (int t = in.row_start[row]; t < in.row_start[row + 1]; ++t) {
       const int block = table[in.positions[t] / kBlockTokens], offset = in.positions[t] % kBlockTokens;
-      k.store_kv(at(op.b, t) + h * head_dim, at(op.c, t) + h * head_dim, head_dim, kv_.wide, kv_at(op.index, block, h),
+      k.store_kv(at(op.b, t) + h * head_dim, at(op.c, t) + h * head_dim, head_dim, kv_.type, kv_at(op.index, block, h),
                  offset);
     }
   };
@@ -219,7 +219,7 @@ void Program::run_attention(const Op& op, const StepInput& in) {
   } else {
     pool_.run((int64_t)in.num_rows * kv_.heads, [&](int64_t item, int) { store(item); });
   }
-  const size_t block_stride = kv_block_head_bytes(head_dim, kv_.wide) * kv_.heads;
+  const size_t block_stride = kv_block_head_bytes(head_dim, kv_.type) * kv_.heads;
   pool_.run((int64_t)tiles_.size() * kv_.heads, [&](int64_t item, int thread) {
     const Tile& tile = tiles_[(size_t)(item / kv_.heads)];
     const int head = (int)(item % kv_.heads);
@@ -236,7 +236,7 @@ void Program::run_attention(const Op& op, const StepInput& in) {
                              op.size,
                              head_dim,
                              op.number};
-    k.attention(task, kv_.wide, scratch_[thread].data());
+    k.attention(task, kv_.type, scratch_[thread].data());
   });
 }
 

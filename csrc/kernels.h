@@ -53,6 +53,8 @@ struct AttentionTask {
 
 constexpr int kTileTokens = 16;  // most query tokens in an AttentionTask
 
+enum class KvType : int32_t { kBf16, kF32, kInt8 };  // of the cache
+
 struct Kernels {
   const char* isa;
 
@@ -75,10 +77,10 @@ struct Kernels {
   void (*rope)(float* x, int heads, int head_dim, const float* cos, const float* sin);
   void (*silu_mul)(const float* gate, const float* up, int n, float* y);
 
-  // kv: of the block and head; offset: token's place in the block. wide: float32 cache, else bf16.
-  void (*store_kv)(const float* k, const float* v, int head_dim, bool wide, uint8_t* kv, int offset);
+  // kv: of the block and head; offset: token's place in the block.
+  void (*store_kv)(const float* k, const float* v, int head_dim, KvType type, uint8_t* kv, int offset);
   size_t (*attention_scratch_bytes)(int group, int head_dim);
-  void (*attention)(const AttentionTask& task, bool wide, void* scratch);
+  void (*attention)(const AttentionTask& task, KvType type, void* scratch);
 
   void (*sample_row)(const float* logits, const SampleRow& row, SampleOut* out, int32_t* top_ids, float* top_logprobs,
                      void* scratch);
@@ -88,10 +90,12 @@ struct Kernels {
 inline int64_t sums_per_row(int k) { return (int64_t)((k + 31) / 32) * 6; }
 
 // Bytes of one block's keys and values of one head. Kernels lay them out as they like within: keys take
-// head_dim rounded up to 32 values per token, values head_dim rounded up to 16.
-inline size_t kv_block_head_bytes(int head_dim, bool wide) {
-  const int keys = (head_dim + 31) / 32 * 32, values = (head_dim + 15) / 16 * 16;
-  return (size_t)kBlockTokens * (size_t)(keys + values) * (wide ? 4 : 2);
+// head_dim rounded up to 32 values per token, values head_dim rounded up to 16. In 8 bits, keys and values of a token
+// have a bf16 scale each.
+inline size_t kv_block_head_bytes(int head_dim, KvType type) {
+  const size_t keys = (size_t)(head_dim + 31) / 32 * 32, values = (size_t)(head_dim + 15) / 16 * 16;
+  if (type == KvType::kInt8) return kBlockTokens * (keys + values + 4);
+  return kBlockTokens * (keys + values) * (type == KvType::kF32 ? 4 : 2);
 }
 
 // Kernels by name ("scalar", "avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx"); null where the name is unknown or

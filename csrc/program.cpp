@@ -76,7 +76,7 @@ void Program::set_rope(const float* cos, const float* sin, int positions, int ha
 }
 
 size_t Program::kv_bytes_per_block() const {
-  return (size_t)kv_.layers * kv_.heads * kv_block_head_bytes(kv_.head_dim, kv_.wide);
+  return (size_t)kv_.layers * kv_.heads * kv_block_head_bytes(kv_.head_dim, kv_.type);
 }
 
 size_t Program::weight_bytes() const {
@@ -95,11 +95,11 @@ void Program::allocate_kv(int num_blocks, bool poison) {
   madvise(p, kv_memory_bytes_, MADV_HUGEPAGE);
   kv_memory_ = (uint8_t*)p;
   num_blocks_ = num_blocks;
-  if (poison) memset(p, 0xff, kv_memory_bytes_);  // NaN in both formats: reading an unwritten slot shows
+  if (poison) memset(p, 0xff, kv_memory_bytes_);  // NaN, or NaN for a scale: reading an unwritten slot shows
 }
 
 uint8_t* Program::kv_at(int layer, int block, int head) const {
-  const size_t size = kv_block_head_bytes(kv_.head_dim, kv_.wide);
+  const size_t size = kv_block_head_bytes(kv_.head_dim, kv_.type);
   return kv_memory_ + (((size_t)layer * num_blocks_ + block) * kv_.heads + head) * size;
 }
 

@@ -66,7 +66,7 @@ extern const char* const kOpNames[(int)OpCode::kCount];
 
 struct KvShape {
   int layers = 0, heads = 0, head_dim = 0;
-  bool wide = false;  // float32, else bf16
+  KvType type = KvType::kBf16;
 };
 
 // A row length in elements of `size` bytes that keeps consecutive rows out of the same cache sets: rows exactly a

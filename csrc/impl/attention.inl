@@ -26,6 +26,18 @@ struct F32Cache {
   static inline T from(float x) { return x; }
 };
 
+// Signed bytes; the scales of a block's 16 keys, then of its 16 values, lie behind them in bf16.
+struct Int8Cache {
+  using T = int8_t;
+  static inline V16 load(const T* p) { return load_i8(p); }
+};
+
+template <class Cache>
+static inline const uint16_t* scales_of(const typename Cache::T* keys, int head_dim) {
+  const size_t key_bytes = (size_t)(head_dim + 31) / 32 * 32, value_bytes = (size_t)(head_dim + 15) / 16 * 16;
+  return (const uint16_t*)(keys + kBlockTokens * (key_bytes + value_bytes));
+}
+
 template <class Cache>
 static void store_kv_as(const float* k, const float* v, int head_dim, uint8_t* kv, int offset) {
   using T = typename Cache::T;
@@ -34,6 +46,31 @@ static void store_kv_as(const float* k, const float* v, int head_dim, uint8_t* k
   T* values = keys + (size_t)head_dim * 16 + (size_t)offset * padded;
   for (int d = 0; d < head_dim; ++d) keys[(size_t)d * 16 + offset] = Cache::from(k[d]);
   for (int d = 0; d < head_dim; ++d) values[d] = Cache::from(v[d]);
+}
+
+// Writes x as bytes `stride` apart, and returns the bf16 bits of their scale: largest magnitude / 127, rounded up so
+// that no byte is beyond 127.
+static inline uint16_t store_bytes(const float* x, int n, int8_t* out, int stride) {
+  float high = 0.0f;
+  for (int d = 0; d < n; ++d) high = std::fabs(x[d]) > high ? std::fabs(x[d]) : high;
+  const float wanted = high / 127.0f;
+  uint32_t bits;
+  memcpy(&bits, &wanted, 4);
+  bits = (bits + 0xffffu) & 0xffff0000u;
+  float scale;
+  memcpy(&scale, &bits, 4);
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  for (int d = 0; d < n; ++d) out[(size_t)d * stride] = (int8_t)std::lrintf(x[d] * inverse);
+  return (uint16_t)(bits >> 16);
+}
+
+template <>
+void store_kv_as<Int8Cache>(const float* k, const float* v, int head_dim, uint8_t* kv, int offset) {
+  int8_t* keys = (int8_t*)kv;
+  int8_t* values = keys + (size_t)head_dim * 16 + (size_t)offset * ((head_dim + 15) / 16 * 16);
+  uint16_t* scales = (uint16_t*)scales_of<Int8Cache>(keys, head_dim);
+  scales[offset] = store_bytes(k, head_dim, keys + offset, 16);
+  scales[kBlockTokens + offset] = store_bytes(v, head_dim, values, 1);
 }
 
 // scores[r][16 b + t] = q[r] . key(t of block b), summed over d in order.
@@ -113,6 +150,18 @@ static inline float soften(float* scores, int lo, int hi, float& high, float& su
   return alpha;
 }
 
+// Takes the scale of every token's key (which = 0) into its scores, or of its value (1) into its weights.
+template <int kRows>
+static inline void scale_blocks(const int8_t* const* keys, int blocks, int head_dim, int which, float* scores) {
+  for (int b = 0; b < blocks; ++b) {
+    const V16 scale = load_bf16(scales_of<Int8Cache>(keys[b], head_dim) + which * kBlockTokens);
+    for (int r = 0; r < kRows; ++r) {
+      float* s = scores + (size_t)r * kPieceTokens + b * 16;
+      (V16::load(s) * scale).store(s);
+    }
+  }
+}
+
 template <class Cache, int kRows>
 static void attend_rows(const AttentionTask& t, const AttentionRows& rows, int row, int piece, int num_tokens,
                         const typename Cache::T* const* keys, const typename Cache::T* const* values, float* scores) {
@@ -122,6 +171,7 @@ static void attend_rows(const AttentionTask& t, const AttentionRows& rows, int r
   for (; b + kScoreBlocks <= blocks; b += kScoreBlocks)
     score_blocks<Cache, kRows, kScoreBlocks>(q, t.head_dim, keys + b, scores + b * 16);
   for (; b < blocks; ++b) score_blocks<Cache, kRows, 1>(q, t.head_dim, keys + b, scores + b * 16);
+  if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(keys, blocks, t.head_dim, 0, scores);
 
   float alpha[kRows];
   for (int r = 0; r < kRows; ++r) {
@@ -131,6 +181,7 @@ static void attend_rows(const AttentionTask& t, const AttentionRows& rows, int r
     alpha[r] = soften(scores + (size_t)r * kPieceTokens, lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi,
                       rows.high[row + r], rows.sum[row + r]);
   }
+  if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(keys, blocks, t.head_dim, 1, scores);
   float* out = rows.out + (size_t)row * padded;
   int column = 0;
   for (; column + kValueChunks * 16 <= padded; column += kValueChunks * 16)
@@ -195,14 +246,36 @@ static size_t row_scratch_bytes(int group, int head_dim) {
   return 4 * ((size_t)kRowsAtOnce * kPieceTokens + rows * (2 + (size_t)head_dim + (head_dim + 15) / 16 * 16));
 }
 
+static void store_kv_rows(const float* k, const float* v, int head_dim, KvType type, uint8_t* kv, int offset) {
+  switch (type) {
+    case KvType::kBf16:
+      return store_kv_as<Bf16Cache>(k, v, head_dim, kv, offset);
+    case KvType::kF32:
+      return store_kv_as<F32Cache>(k, v, head_dim, kv, offset);
+    case KvType::kInt8:
+      return store_kv_as<Int8Cache>(k, v, head_dim, kv, offset);
+  }
+}
+
+static void attention_rows(const AttentionTask& task, KvType type, float* scratch) {
+  switch (type) {
+    case KvType::kBf16:
+      return attend<Bf16Cache>(task, scratch);
+    case KvType::kF32:
+      return attend<F32Cache>(task, scratch);
+    case KvType::kInt8:
+      return attend<Int8Cache>(task, scratch);
+  }
+}
+
 #if !defined(OCTAVO_ISA_AMX) && !defined(OCTAVO_ISA_VNNI)
-static void store_kv(const float* k, const float* v, int head_dim, bool wide, uint8_t* kv, int offset) {
-  wide ? store_kv_as<F32Cache>(k, v, head_dim, kv, offset) : store_kv_as<Bf16Cache>(k, v, head_dim, kv, offset);
+static void store_kv(const float* k, const float* v, int head_dim, KvType type, uint8_t* kv, int offset) {
+  store_kv_rows(k, v, head_dim, type, kv, offset);
 }
 
 static size_t attention_scratch_bytes(int group, int head_dim) { return row_scratch_bytes(group, head_dim); }
 
-static void attention(const AttentionTask& task, bool wide, void* scratch) {
-  wide ? attend<F32Cache>(task, (float*)scratch) : attend<Bf16Cache>(task, (float*)scratch);
+static void attention(const AttentionTask& task, KvType type, void* scratch) {
+  attention_rows(task, type, (float*)scratch);
 }
 #endif

@@ -10,7 +10,7 @@ static inline int padded32(int n) { return (n + 31) / 32 * 32; }
 
 static void store_kv_pairs(const float* k, const float* v, int head_dim, uint8_t* kv, int offset) {
   const int depth = padded32(head_dim);
-  if (offset == 0) memset(kv, 0, kv_block_head_bytes(head_dim, false));
+  if (offset == 0) memset(kv, 0, kv_block_head_bytes(head_dim, KvType::kBf16));
   uint32_t* keys = (uint32_t*)kv;
   for (int d = 0; d < head_dim; d += 2) {
     const uint32_t second = d + 1 < head_dim ? float_to_bf16(k[d + 1]) : 0u;
@@ -190,8 +190,8 @@ static void attend_pairs(const AttentionTask& t, uint8_t* scratch) {
   }
 }
 
-static void store_kv(const float* k, const float* v, int head_dim, bool wide, uint8_t* kv, int offset) {
-  wide ? store_kv_as<F32Cache>(k, v, head_dim, kv, offset) : store_kv_pairs(k, v, head_dim, kv, offset);
+static void store_kv(const float* k, const float* v, int head_dim, KvType type, uint8_t* kv, int offset) {
+  type == KvType::kBf16 ? store_kv_pairs(k, v, head_dim, kv, offset) : store_kv_rows(k, v, head_dim, type, kv, offset);
 }
 
 static size_t attention_scratch_bytes(int group, int head_dim) {
@@ -201,6 +201,6 @@ static size_t attention_scratch_bytes(int group, int head_dim) {
   return pairs > rows ? pairs : rows;
 }
 
-static void attention(const AttentionTask& task, bool wide, void* scratch) {
-  wide ? attend<F32Cache>(task, (float*)scratch) : attend_pairs(task, (uint8_t*)scratch);
+static void attention(const AttentionTask& task, KvType type, void* scratch) {
+  type == KvType::kBf16 ? attend_pairs(task, (uint8_t*)scratch) : attention_rows(task, type, (float*)scratch);
 }

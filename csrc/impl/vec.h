@@ -61,6 +61,9 @@ static inline V16 load_i8_pair(const int8_t* p, int h) {
   const __m512i w = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return {_mm512_cvtepi32_ps(h ? _mm512_srai_epi32(w, 8) : _mm512_srai_epi32(_mm512_slli_epi32(w, 24), 24))};
 }
+static inline V16 load_i8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
 // Lane i: the bf16 p[2 i + h].
 static inline V16 load_bf16_pair(const uint16_t* p, int h) {
   const __m512i w = _mm512_loadu_si512(p);
@@ -140,6 +143,11 @@ static inline __m256 i8_half_pair(const int8_t* p, int h) {
   return _mm256_cvtepi32_ps(h ? _mm256_srai_epi32(w, 8) : _mm256_srai_epi32(_mm256_slli_epi32(w, 24), 24));
 }
 static inline V16 load_i8_pair(const int8_t* p, int h) { return {i8_half_pair(p, h), i8_half_pair(p + 16, h)}; }
+static inline V16 load_i8(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
 static inline __m256 bf16_half_pair(const uint16_t* p, int h) {
   const __m256i w = _mm256_loadu_si256((const __m256i*)p);
   const __m256i high = _mm256_set1_epi32((int)0xffff0000u);
@@ -232,6 +240,7 @@ static inline float half_to_float(uint16_t h) {
 static inline V16 load_f16(const uint16_t* p) { OCTAVO_LANEWISE(half_to_float(p[i])); }
 static inline V16 load_nibble(const uint32_t* p, int shift) { OCTAVO_LANEWISE((float)((p[i] >> shift) & 15u)); }
 static inline V16 load_i8_pair(const int8_t* p, int h) { OCTAVO_LANEWISE((float)p[2 * i + h]); }
+static inline V16 load_i8(const int8_t* p) { OCTAVO_LANEWISE((float)p[i]); }
 static inline V16 load_bf16_pair(const uint16_t* p, int h) {
   V16 r;
   for (int i = 0; i < 16; ++i) {

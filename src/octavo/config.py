@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float32")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ADMISSIONS = ("foresight", "greedy")
 PREEMPTION_MODES = ("full", "tail")
@@ -109,7 +110,7 @@ class EngineOptions:
         for name, allowed in (
             ("load_format", LOAD_FORMATS),
             ("dtype", DTYPES),
-            ("kv_cache_dtype", DTYPES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("scheduling_policy", SCHEDULING_POLICIES),
             ("admission", ADMISSIONS),
             ("preemption_mode", PREEMPTION_MODES),

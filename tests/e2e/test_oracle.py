@@ -120,13 +120,11 @@ def test_greedy_continuations(backend: CpuBackend) -> None:
     assert compared >= 64 * len(reference("logits.json")) // 2
 
 
-def test_perplexity_and_coarse_kl(backend: CpuBackend) -> None:
+def coarse_kl(backend: CpuBackend) -> tuple[float, float]:
+    """Perplexity of the reference text, and the mean divergence of 255 distributions from float32's."""
     text = reference("perplexity.json")
     ids, blocks = text["ids"], list(range(128))
     logprobs, _ = run_prompt(backend, ids, scores=True)
-    perplexity = float(np.exp(-np.mean(logprobs)))
-    assert perplexity == pytest.approx(text["perplexity"], rel=0.005)
-
     # The KV of the whole text is in the pool now: ask for the distribution after each position in turn.
     divergences = []
     for case in reference("kl.json")["rows"]:
@@ -137,6 +135,32 @@ def test_perplexity_and_coarse_kl(backend: CpuBackend) -> None:
         want = np.array(case["logprobs"], dtype=np.float64)
         rest_want, rest_got = (max(1.0 - np.exp(lp).sum(), 1e-9) for lp in (want, got))
         divergences.append(np.sum(np.exp(want) * (want - got)) + rest_want * np.log(rest_want / rest_got))
+    return float(np.exp(-np.mean(logprobs))), float(np.mean(divergences))
+
+
+def test_perplexity_and_coarse_kl(backend: CpuBackend) -> None:
+    perplexity, divergence = coarse_kl(backend)
+    print(f"{isa_of(backend)}: perplexity {perplexity:.4f}, coarse KL mean {divergence:.6f}")
+    assert perplexity == pytest.approx(reference("perplexity.json")["perplexity"], rel=0.005)
+    assert divergence <= bounds_of(backend).mean_kl
+
+
+def test_kv_in_8_bits(backend: CpuBackend, smollm2: LoadedModel) -> None:
+    """Nearly twice the tokens in the same memory, at most 0.002 of KL above a bf16 cache."""
     isa = isa_of(backend)
-    print(f"{isa}: perplexity {perplexity:.4f}, coarse KL mean {np.mean(divergences):.6f}")
-    assert np.mean(divergences) <= bounds_of(backend).mean_kl
+    small = CpuBackend(
+        smollm2,
+        max_num_seqs=1,
+        max_num_batched_tokens=512,
+        max_model_len=2048,
+        threads=2,
+        isa=isa,
+        poison=True,
+        kv_cache_dtype="int8",
+    )
+    small.allocate_kv(NUM_BLOCKS)
+    assert backend.capabilities.kv_bytes_per_block / small.capabilities.kv_bytes_per_block > 1.9
+    (perplexity, divergence), (_, bf16) = coarse_kl(small), coarse_kl(backend)
+    print(f"{isa}: perplexity {perplexity:.4f}, coarse KL mean {divergence:.6f}, with bf16 KV {bf16:.6f}")
+    assert perplexity == pytest.approx(reference("perplexity.json")["perplexity"], rel=0.005)
+    assert divergence <= bf16 + 0.002

@@ -48,7 +48,7 @@ def model() -> LoadedModel:
     return LoadedModel(name="tiny", spec=spec, tensors=views, tokenizer_source=None)
 
 
-def engine_for(**config: Any) -> Engine:
+def engine_for(kv_cache_dtype: str = "bfloat16", **config: Any) -> Engine:
     settings = {"max_model_len": 256, "num_blocks": NUM_BLOCKS, "max_num_seqs": 8, **config}
     settings.setdefault("max_num_batched_tokens", 64)
     backend = CpuBackend(
@@ -56,6 +56,7 @@ def engine_for(**config: Any) -> Engine:
         max_num_seqs=settings["max_num_seqs"],
         max_num_batched_tokens=settings["max_num_batched_tokens"],
         max_model_len=settings["max_model_len"],
+        kv_cache_dtype=kv_cache_dtype,
         poison=True,
     )
     return new_engine(backend, **settings)
@@ -80,8 +81,8 @@ class Outcomes(dict[tuple[str, int], list[Any]]):
 
 
 @cache
-def alone(num_tokens: int, family: int, kind: int, num_blocks: int) -> dict[tuple[str, int], list[Any]]:
-    engine = engine_for(num_blocks=num_blocks, enable_prefix_caching=False)
+def alone(num_tokens: int, family: int, kind: int, num_blocks: int, kv: str) -> dict[tuple[str, int], list[Any]]:
+    engine = engine_for(kv, num_blocks=num_blocks, enable_prefix_caching=False)
     add(engine, "r", num_tokens, family, kind)
     outcomes = Outcomes()
     while engine.has_unfinished:
@@ -118,11 +119,13 @@ REQUESTS = st.lists(
     st.booleans(),
     st.sampled_from(["fcfs", "priority"]),
     st.sampled_from(["full", "tail"]),
+    st.sampled_from(["bfloat16", "bfloat16", "int8"]),
 )
 def test_answers_do_not_depend_on_the_schedule(
-    requests: list[Any], num_blocks: int, budget: int, max_num_seqs: int, caching: bool, policy: str, mode: str
+    requests: list[Any], num_blocks: int, budget: int, max_num_seqs: int, caching: bool, policy: str, mode: str, kv: str
 ) -> None:
     engine = engine_for(
+        kv,
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
@@ -148,7 +151,7 @@ def test_answers_do_not_depend_on_the_schedule(
             add(engine, request_id, num_tokens, family, kind, priority=priority, cache_salt=salt)
         except NeverFitsError:
             continue
-        asked[request_id] = (num_tokens, family, kind, num_blocks)
+        asked[request_id] = (num_tokens, family, kind, num_blocks, kv)
         params = KINDS[kind]
         work += params.num_sequences * (num_tokens + (params.max_tokens or 0)) + delay
         if abort_after is not None:

@@ -63,7 +63,7 @@ def run_op(name: str, isa: str, inputs: dict[str, Any], *, threads: int = 2) -> 
     rows = first.shape[0]
     program = new_program(isa, rows, threads=threads)
     program.set_rope(np.ones((POSITIONS, 1), dtype=np.float32), np.ones((POSITIONS, 1), dtype=np.float32))
-    program.set_kv_shape(1, 1, 2, True)
+    program.set_kv_shape(1, 1, 2, "float32")
     program.allocate_kv(64)
     if name == "linear":
         weight = np.ascontiguousarray(inputs["weight"])
@@ -104,7 +104,7 @@ def run_linear(
     rows = inputs["x"].shape[0]
     program = new_program(isa, rows, threads=threads)
     program.set_rope(np.ones((POSITIONS, 1), dtype=np.float32), np.ones((POSITIONS, 1), dtype=np.float32))
-    program.set_kv_shape(1, 1, 2, True)
+    program.set_kv_shape(1, 1, 2, "float32")
     program.allocate_kv(64)
     matrix = program.add_matrix(fmt, data, *shape)
     out = put(program, np.full((rows, shape[0]), np.nan, dtype=np.float32))
@@ -114,7 +114,7 @@ def run_linear(
 
 
 def run_attention(
-    isa: str, inputs: dict[str, Any], *, wide: bool, chunk: int | None = None, threads: int = 2, seed: int = 0
+    isa: str, inputs: dict[str, Any], *, kv: str, chunk: int | None = None, threads: int = 2, seed: int = 0
 ) -> np.ndarray:
     """Attention of the contract's inputs: the context is written first, in `chunk`s, then the queries run.
 
@@ -125,7 +125,7 @@ def run_attention(
     step = chunk or context
     program = new_program(isa, max(step, 1), threads=threads)
     program.set_rope(np.ones((POSITIONS, 1), dtype=np.float32), np.ones((POSITIONS, 1), dtype=np.float32))
-    program.set_kv_shape(2, k.shape[1] // head_dim, head_dim, wide)
+    program.set_kv_shape(2, k.shape[1] // head_dim, head_dim, kv)
     num_blocks = (context + 15) // 16 + 3
     program.allocate_kv(num_blocks, True)
     table = np.random.default_rng(seed).permutation(num_blocks)[: (context + 15) // 16].tolist()

@@ -33,19 +33,36 @@ def test_op_matches_reference(name: str, isa: str) -> None:
             assert_close(run_op(name, isa, inputs), op.reference(**inputs), op.tolerance(inputs, 0.0))
 
 
+KV_DTYPES = ("float32", "bfloat16", "int8")
+
+
+def as_kept(values: np.ndarray, dtype: str, head_dim: int) -> np.ndarray:
+    """What a cache of `dtype` makes of keys or values [tokens, heads * head_dim]."""
+    if dtype == "float32":
+        return values
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    heads = values.reshape(len(values), -1, head_dim)
+    scale = np.abs(heads).max(axis=2, keepdims=True) / np.float32(127)
+    scale = ((scale.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)  # bf16, rounded up
+    kept: np.ndarray = np.rint(heads * (np.float32(1) / scale)) * scale
+    return kept.reshape(values.shape)
+
+
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("wide", [True, False], ids=["f32", "bf16"])
-def test_attention_matches_reference(isa: str, wide: bool) -> None:
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_attention_matches_reference(isa: str, kv: str) -> None:
     op = OPS["attention"]
     rng = np.random.default_rng(2)
     for rows in ROWS:
         for width in (8, 24, 64, 128, 200, 256):
             inputs = op.example(rng, rows, width)
-            if not wide:  # values that bf16 holds exactly, so that the same tolerance applies
-                for key in ("k", "v"):
-                    inputs[key] = (inputs[key].view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-            rounding = ROUNDING[isa] if isa in BF16_ATTENTION and not wide else 0.0
-            assert_close(run_attention(isa, inputs, wide=wide), op.reference(**inputs), op.tolerance(inputs, rounding))
+            kept = {key: as_kept(inputs[key], kv, inputs["head_dim"]) for key in ("k", "v")}
+            if kv == "bfloat16":  # values that bf16 holds exactly, so that the same tolerance applies
+                inputs |= kept
+            rounding = ROUNDING[isa] if isa in BF16_ATTENTION and kv == "bfloat16" else 0.0
+            expected = inputs | kept
+            assert_close(run_attention(isa, inputs, kv=kv), op.reference(**expected), op.tolerance(expected, rounding))
 
 
 def random_matrix(rng: np.random.Generator, fmt: str, rows: int, cols: int) -> np.ndarray:
@@ -170,14 +187,14 @@ def test_a_row_does_not_depend_on_its_batch(fmt: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("wide", [True, False], ids=["f32", "bf16"])
-def test_attention_does_not_depend_on_chunks(isa: str, wide: bool) -> None:
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_attention_does_not_depend_on_chunks(isa: str, kv: str) -> None:
     """Law 1 for attention: token by token, in chunks, or at once, on any blocks, with one thread or two."""
     rng = np.random.default_rng(5)
     for width, window in ((64, None), (64, 16), (200, 15), (256, 17), (32, 1)):
         inputs = OPS["attention"].example(rng, 150, width)
         inputs["window"] = window
-        whole = run_attention(isa, inputs, wide=wide)
+        whole = run_attention(isa, inputs, kv=kv)
         for chunk, threads in ((1, 1), (5, 2), (16, 2), (64, 1)):
-            part = run_attention(isa, inputs, wide=wide, chunk=chunk, threads=threads, seed=chunk)
+            part = run_attention(isa, inputs, kv=kv, chunk=chunk, threads=threads, seed=chunk)
             np.testing.assert_array_equal(part, whole)

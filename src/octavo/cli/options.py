@@ -8,7 +8,15 @@ from typing import Any, TypeVar
 
 import click
 
-from octavo.config import ADMISSIONS, DTYPES, LOAD_FORMATS, PREEMPTION_MODES, SCHEDULING_POLICIES, EngineOptions
+from octavo.config import (
+    ADMISSIONS,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    PREEMPTION_MODES,
+    SCHEDULING_POLICIES,
+    EngineOptions,
+)
 from octavo.request import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -110,10 +118,10 @@ engine_options = together(
     ),
     option(
         "--kv-cache-dtype",
-        type=click.Choice(DTYPES),
+        type=click.Choice(KV_CACHE_DTYPES),
         default="auto",
         group=MEMORY,
-        help="Type of stored keys and values. auto: that of --dtype.",
+        help="Type of stored keys and values. auto: that of --dtype. int8: twice the tokens of bfloat16.",
     ),
     option("--block-size", type=int, default=16, metavar="TOKENS", group=MEMORY, help="Per KV block."),
     option(

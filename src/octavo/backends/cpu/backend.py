@@ -21,7 +21,7 @@ from octavo.plan import StepPlan, StepResult
 
 NATIVE_BLOCK_SIZE = 16  # kBlockTokens in csrc/kernels.h
 ROPE_CHUNK = 1024
-KV_DTYPES = ("bfloat16", "float32")
+KV_DTYPES = ("bfloat16", "float32", "int8")
 
 
 class CpuBackend:
@@ -55,7 +55,7 @@ class CpuBackend:
         max_outputs = max(max_num_seqs, max_num_batched_tokens)
         self._program = _native.Program(isa, threads, max_num_batched_tokens, max_outputs)
         self._program.set_rope(*rope_table(spec, _rope_factors(model), max_model_len))
-        self._program.set_kv_shape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_cache_dtype == "float32")
+        self._program.set_kv_shape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_cache_dtype)
         total = sum(t.data.nbytes for t in model.tensors.values()) or 1
         done = 0
 

@@ -213,7 +213,7 @@ def site_program(
     max_tokens = max(max_tokens, BLOCK_SIZE)
     program = _native.Program(isa, threads, max_tokens, max_tokens)
     program.set_rope(*rope_table(spec, None, max_len))
-    program.set_kv_shape(spec.num_layers, spec.num_kv_heads, spec.head_dim, False)
+    program.set_kv_shape(spec.num_layers, spec.num_kv_heads, spec.head_dim, "bfloat16")
     program.allocate_kv(num_blocks)
     # A program needs a vocabulary to check token ids against; nothing reads the table.
     embedding = model.tensors["model.embed_tokens.weight"]
