@@ -23,10 +23,12 @@ from octavo.engine import Engine
 from octavo.errors import RequestError
 from octavo.request import SamplingParams
 from octavo.server.loop import EngineLoop
+from octavo.server.unanswered import Unanswered
 from octavo.server.wire import (
     Abort,
     Admitted,
     Command,
+    Deferred,
     Events,
     FinishSequence,
     Message,
@@ -203,6 +205,45 @@ def test_an_engine_that_dies_of_it_or_meanwhile(tmp_path: Path) -> None:
         wait_gone([engine])
 
 
+def test_a_compiler_that_hangs(tmp_path: Path) -> None:
+    """The watchdog replaces its process, although nothing else hangs there."""
+    options = {"assemble": "support.scripted_process:slow_grammars", "step_timeout": 1.0}
+    with program(write_tokenizer(tmp_path), 10.0, **options) as served, ThreadPoolExecutor(3) as pool:
+        url = f"http://127.0.0.1:{served.port}"
+        bodies = [served.body(structured_outputs={"regex": f"x{i}"}) for i in range(3)]
+        answers = [pool.submit(httpx.post, url + COMPLETIONS, content=body, timeout=60) for body in bodies]
+        assert [texts(answer) for answer in answers] == [[f"x{i}"] for i in range(3)]
+        assert served.http.get(f"{url}/health").json()["engine_restarts"] >= 1
+
+
+def test_what_an_engine_owes() -> None:
+    now = [0.0]
+    owed = Unanswered(lambda: now[0])
+    assert owed.seconds() == 0
+    owed.ask(1)
+    now[0] = 5
+    owed.ask(2)
+    assert owed.seconds() == 5
+    owed.defer(1)
+    owed.defer(9)  # of an engine that is gone
+    now[0] = 7
+    assert owed.seconds() == 2  # both: the other since it was asked, this one since it was deferred
+    owed.defer(2)
+    now[0] = 9
+    assert owed.seconds() == 4
+    owed.answer(2)
+    now[0] = 10
+    assert owed.seconds() == 1  # one answer of the compiler is a sign of life for all that wait for it
+    owed.answer(1)
+    assert owed.seconds() == 0
+    owed.ask(3)
+    owed.ask(4)
+    owed.defer(4)
+    owed.clear()
+    now[0] = 20
+    assert owed.seconds() == 0
+
+
 class ListInbox:
     """Hands out batches of commands; then waits for `wake`, once, and shuts down."""
 
@@ -250,7 +291,8 @@ def test_what_is_said_of_samples_meanwhile(tmp_path: Path) -> None:
     events = [event for message in messages if isinstance(message, Events) for event in message.events]
     ended = [(e.request_id, e.index) for e in events if e.finish_reason is not None]
     assert sorted(ended) == [("b", 0), ("c", 0), ("c", 1)]
-    assert [(type(m), m.ticket) for m in messages if not isinstance(m, Events)] == [(Refused, 2), (Admitted, 1)]
+    told = [(type(m), m.ticket) for m in messages if not isinstance(m, Events)]
+    assert told == [(Deferred, 1), (Deferred, 2), (Refused, 2), (Admitted, 1)]
     assert len(compiler.begun) == 1
 
 

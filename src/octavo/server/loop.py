@@ -15,6 +15,7 @@ from octavo.server.wire import (
     Abort,
     Admitted,
     Command,
+    Deferred,
     Events,
     Explain,
     Explained,
@@ -148,6 +149,7 @@ class EngineLoop:
             ]
             if self._compiling is not None and any(map(missing_grammar, requests)):
                 self._compiling.add(command.ticket, requests)
+                self._emit(Deferred(command.ticket))
             else:
                 self._add(command.ticket, requests)
 

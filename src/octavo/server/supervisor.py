@@ -21,10 +21,12 @@ from octavo.server.heart import STALL_SECONDS, Pulse
 from octavo.server.journal import ReplayError, Submission
 from octavo.server.process import DEFAULT_ASSEMBLE, EngineProcess, StageProgress
 from octavo.server.suspects import Suspects
+from octavo.server.unanswered import Unanswered
 from octavo.server.wire import (
     Abort,
     Admitted,
     Command,
+    Deferred,
     Events,
     Explain,
     Failed,
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 CALM_SECONDS = 60.0  # an engine that lived this long starts the count of restarts anew
 MAX_DELAY = 5.0
 WATCH_INTERVAL = 0.2
+MIN_SILENCE = 3.0  # whatever the limit is: a process that gets too little of the processor is not ended for that
 
 
 class QuarantinedError(RequestError):
@@ -95,7 +98,7 @@ class SupervisedEngineClient(BaseEngineClient):
         self._hanging = False
         self._num_restarts = self._num_in_a_row = 0
         self._up_since = time.monotonic()
-        self._asked_at: dict[int, float] = {}  # tickets that the present engine has not answered
+        self._unanswered = Unanswered()  # by the present engine
         self._process = self._new_process()
 
     def _new_process(self) -> EngineProcess:
@@ -191,12 +194,12 @@ class SupervisedEngineClient(BaseEngineClient):
                 self._suspects.hold(submission)
             return
         if isinstance(command, GetStats | Explain | GetCache | Unpin):
-            self._asked_at[command.ticket] = time.monotonic()
+            self._unanswered.ask(command.ticket)
         if self._up:
             self._process.send(command)
 
     def _send_submission(self, submission: Submission) -> None:
-        self._asked_at[submission.ticket] = time.monotonic()
+        self._unanswered.ask(submission.ticket)
         for command in submission.commands():
             self._process.send(command)
 
@@ -233,9 +236,11 @@ class SupervisedEngineClient(BaseEngineClient):
                 self._send_next_groups()
         elif isinstance(message, Failed):
             logger.error("%s", message.error.message)  # its process ends, and that is dealt with
+        elif isinstance(message, Deferred):
+            self._unanswered.defer(message.ticket)
         else:
             ticket = getattr(message, "ticket", 0)
-            self._asked_at.pop(ticket, None)
+            self._unanswered.answer(ticket)
             submission = self._submissions.get(ticket)
             if isinstance(message, Admitted) and submission is not None:
                 submission.admitted = True
@@ -297,8 +302,7 @@ class SupervisedEngineClient(BaseEngineClient):
             if not self._up or self._hanging or now - before > STALL_SECONDS:
                 continue  # who stood still as well (a paused container) cannot judge yet
             pulse = self._process.heart.pulse()
-            unanswered = now - min(self._asked_at.values(), default=now)
-            if max(pulse.step, pulse.silent, unanswered) > limit:
+            if max(pulse.step, self._unanswered.seconds()) > limit or pulse.silent > max(limit, MIN_SILENCE):
                 logger.error("the engine made no progress for %g s and is ended", limit)
                 self._hanging = True
                 self._process.signal_kill()
@@ -308,7 +312,7 @@ class SupervisedEngineClient(BaseEngineClient):
         if process is not self._process or self._stop.is_set() or self._failure is not None:
             return
         self._up = self._hanging = False
-        self._asked_at.clear()
+        self._unanswered.clear()
         had = [s for s in self._submissions.values() if s.sent]
         for ticket, waiting in list(self._tickets.items()):
             if ticket not in self._submissions and not waiting.future.done():

@@ -171,6 +171,12 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     ticket: int
 
 
+class Deferred(msgspec.Struct, tag="deferred", frozen=True):
+    """A Submit waits for its grammar to be compiled; Admitted or Refused follows."""
+
+    ticket: int
+
+
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     ticket: int
     error: WireError
@@ -203,4 +209,4 @@ class Explained(msgspec.Struct, tag="explained", frozen=True):
     stories: list[dict[str, Any] | None]
 
 
-Message = Progress | Ready | Failed | Admitted | Refused | Events | Stats | Explained | Told
+Message = Progress | Ready | Failed | Admitted | Deferred | Refused | Events | Stats | Explained | Told
