@@ -28,11 +28,15 @@ def tokens_per_step(driver):
 # ---------------------------------------------------------------- budget
 
 
-def test_a_long_prompt_does_not_stop_running_answers():
-    """C121: four decodes in every step, the rest of the budget for the prompt, done in ceil(2000 / 60) steps."""
-    driver = Driver(max_model_len=4096, max_num_batched_tokens=64)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_long_prompt_does_not_stop_running_answers(policy):
+    """C121: four decodes in every step, the rest of the budget for the prompt, done in ceil(2000 / 60) steps.
+
+    Also where the prompt comes before the answers in line.
+    """
+    driver = Driver(max_model_len=4096, max_num_batched_tokens=64, scheduling_policy=policy)
     for i in range(4):
-        driver.add(prompt(8, i), greedy(500))
+        driver.add(prompt(8, i), greedy(500), priority=5)
     while driver.engine.stats().num_generated_tokens < 8:
         driver.step()
     before = driver.num_steps
