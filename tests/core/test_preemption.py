@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.run import Driver
+from support.run import Driver, preempt_last
 from support.script_backend import HashBackend
 
 from octavo.config import EngineConfig
@@ -160,6 +160,33 @@ def test_twenty_that_need_sixty_percent_each(admission):
     assert driver.num_steps <= 5 * 20 * (3 + 55)
     assert max(map(victims.ids.count, ids)) <= 2
     assert "r0" not in victims.ids
+
+
+def test_a_search_is_preempted_as_one():
+    """Beams that have not started yet count it too: what is promised to one is promised to all."""
+    driver = Driver(max_num_batched_tokens=16)
+    driver.add(prompt(40), SamplingParams(n=4, use_beam_search=True, temperature=0, max_tokens=8), request_id="r")
+    counts = []
+    for step in range(6):
+        driver.step()
+        if step in (1, 5):
+            preempt_last(driver.engine)
+        counts.append([seq.num_preemptions for seq in driver.engine.scheduler.requests["r"]])
+    assert counts == [[0] * 4] + [[1] * 4] * 4 + [[2] * 4]
+    driver.run()
+
+
+def test_nobody_forks_beside_one_that_is_safe():
+    """Admission looks whether its blocks are at risk; forking does not, so samples are admitted one by one then."""
+    for num_preemptions, started in ((3, [True] * 3), (4, [True, False, False])):
+        driver = Driver()
+        first = driver.add(prompt(20), greedy(30))
+        driver.step()
+        driver.engine.scheduler.requests[first][0].num_preemptions = num_preemptions
+        samples = driver.add(prompt(20, 1), SamplingParams(n=3, seed=1, max_tokens=5))
+        driver.step()
+        assert [bool(driver.outcomes[samples, i].token_ids) for i in range(3)] == started
+        driver.run()
 
 
 def test_nothing_starves_under_a_stream_of_higher_priority():

@@ -226,6 +226,21 @@ def test_two_that_computed_the_same_leave_a_whole_tree():
     assert not orphans(driver)
 
 
+def test_what_goes_on_from_an_evicted_block_is_found_again():
+    """The second one has that block too, and makes its own findable when it ends."""
+    driver = Driver(num_blocks=12)
+    driver.add([*prompt(16), *prompt(40, 3)], GREEDY)
+    ids = [*prompt(16), *prompt(40, 4)]
+    driver.add(ids, SamplingParams(temperature=0, max_tokens=20))
+    driver.step()
+    pool = driver.engine.scheduler.tables.pool
+    pool.release([pool.allocate() for _ in range(pool.num_free)])
+    assert orphans(driver)  # the second one's blocks, while it runs
+    driver.run()
+    assert not orphans(driver)
+    assert driver.ask(ids, GREEDY).num_cached == len(ids) - 1
+
+
 def test_a_leaf_goes_before_a_root_that_was_used_longer_ago():
     """Two texts with the same first block, computed side by side; the one whose block of it is findable ends first."""
     driver = Driver(num_blocks=12)

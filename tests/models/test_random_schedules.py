@@ -110,7 +110,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     REQUESTS,
     st.integers(7, NUM_BLOCKS),
@@ -119,10 +119,19 @@ REQUESTS = st.lists(
     st.booleans(),
     st.sampled_from(["fcfs", "priority"]),
     st.sampled_from(["full", "tail"]),
+    st.sampled_from(["greedy", "foresight"]),
     st.sampled_from(["bfloat16", "bfloat16", "int8"]),
 )
 def test_answers_do_not_depend_on_the_schedule(
-    requests: list[Any], num_blocks: int, budget: int, max_num_seqs: int, caching: bool, policy: str, mode: str, kv: str
+    requests: list[Any],
+    num_blocks: int,
+    budget: int,
+    max_num_seqs: int,
+    caching: bool,
+    policy: str,
+    mode: str,
+    admission: str,
+    kv: str,
 ) -> None:
     engine = engine_for(
         kv,
@@ -132,6 +141,7 @@ def test_answers_do_not_depend_on_the_schedule(
         enable_prefix_caching=caching,
         scheduling_policy=policy,
         preemption_mode=mode,
+        admission=admission,
     )
     outcomes, aborts, asked = Outcomes(), {}, {}
     step = work = 0
