@@ -58,8 +58,10 @@ class Admission:
             reserved = (num_places + beside, num_reserved + (beside if seq.request.max_tokens > 1 else 0))
             reason = self._obstacle(seq, hits, reserved)
             if reason is not None and not self._displace_for(seq, hits, reserved, draft):
-                if not line.running and tables.retention.yield_one():
-                    continue  # pins never make the only one wait
+                # Neither one that has just been displaced nor a pin makes everybody wait.
+                if not line.running and (num_riding or tables.retention.yield_one()):
+                    num_riding = num_places = num_reserved = 0
+                    continue
                 break
             computing.append(seq)
             self._preemptor.make_room_for_hits(seq, hits)
@@ -123,7 +125,7 @@ class Admission:
         ones are expected to grow by must be there: see `octavo.foresight`.
         """
         running, tables = self._line.running, self._line.tables
-        if self._line.num_places + reserved[0] >= min(self._config.max_num_seqs, self._config.max_num_batched_tokens):
+        if self._lacks_places(running, reserved[0]):
             return WaitReason.PLACES
         spare = reserved[1] + (1 if running else 0)
         num_kept = tables.num_freed_by(self._others_holding(seq), but=hits.block_ids)
@@ -139,6 +141,10 @@ class Admission:
             seq, running, tables, needed, claimed + reserved[1] - num_kept, self._num_forks(seq)
         )
         return None if expected else WaitReason.GROWTH
+
+    def _lacks_places(self, running: list[Sequence], reserved: int) -> bool:
+        most = min(self._config.max_num_seqs, self._config.max_num_batched_tokens)
+        return self._line.num_places_of(running) + reserved >= most
 
     def _others_holding(self, seq: Sequence) -> list[Sequence]:
         """Those that wait behind `seq`, which is at the front, and hold blocks that it may have."""
@@ -166,7 +172,8 @@ class Admission:
         if not later:
             return False
         attainable = tables.pool.num_free + tables.num_freed_by([*later, *self._others_holding(seq)])
-        if tables.num_missing(seq, seq.num_known) > attainable:
+        stay = [s for s in self._line.running if s not in later]
+        if tables.num_missing(seq, seq.num_known) > attainable or self._lacks_places(stay, reserved[0]):
             return False
         while later and self._obstacle(seq, hits, reserved):
             self._preemptor.preempt(later.pop(), draft)

@@ -32,7 +32,7 @@ class Forks:
             if seq.request.request_id in line.searches:
                 beams[seq] = [s for s in line.requests[seq.request.request_id] if s is not seq]
                 continue
-            others = line.num_places + draft.num_forks
+            others = line.num_places_of(line.running) + draft.num_forks
             most = self._max_rows - others
             if any(map(self._rules.is_safe, line.running)):
                 most = 0  # admission looks whether the promise to those can be kept; forking does not

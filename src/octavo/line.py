@@ -157,14 +157,13 @@ class Line:
             self.finish(seq, FinishReason.ERROR)
         return terminal_events(sequences, error)
 
-    @property
-    def num_places(self) -> int:
-        """Rows that those that run will have in a step: all beams of a search count from its start."""
+    def num_places_of(self, running: list[Sequence]) -> int:
+        """Rows that these will have in a step: all beams of a search count from its start."""
         num_to_come = 0
         for search in self.searches.values():
-            if self.has_started(search.sequences[0]):
+            if search.sequences[0] in running:
                 num_to_come += sum(beam.status is SequenceStatus.WAITING for beam in search.sequences)
-        return len(self.running) + num_to_come
+        return len(running) + num_to_come
 
     def has_started(self, seq: Sequence) -> bool:
         """Does the search run that this is a beam of?"""

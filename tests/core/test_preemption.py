@@ -261,3 +261,22 @@ def test_no_sequence_is_preempted_more_often_than_promised(requests, num_blocks,
     driver.run()
     assert broken == []
     assert driver.engine.stats().num_steps <= work * (1 + bound)
+
+
+@pytest.mark.parametrize("config", [{"max_num_seqs": 1}, {"max_num_seqs": 3}, {"num_blocks": 8}], ids=str)
+def test_displacing_whom_others_wait_for_stops_nobody(config):
+    """The samples of an upper request wait for a prompt that a lower one computes; a further upper one lacks room.
+
+    Where places are lacking nobody is displaced in vain; where it turns out that blocks are, the samples start.
+    """
+    driver = Driver(max_num_batched_tokens=16, scheduling_policy="priority", **config)
+    low = driver.add(prompt(60), greedy(3), priority=5)
+    driver.step()
+    samples = driver.add(prompt(60), SamplingParams(n=4, seed=1, max_tokens=3), priority=0)
+    upper = driver.add(prompt(70, 7), greedy(3), priority=0)
+    for _ in range(3):  # the last step of the prompt has tokens left
+        driver.step()
+    assert driver.engine.stats().num_preemptions == ("num_blocks" in config)
+    driver.run()
+    for request_id, n in ((low, 1), (samples, 4), (upper, 1)):
+        assert [len(driver.outcomes[request_id, i].token_ids) for i in range(n)] == [3] * n
