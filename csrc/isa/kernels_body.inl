@@ -10,6 +10,8 @@
 #if defined(OCTAVO_ISA_VNNI)
 #include "../impl/gemm_int8.inl"
 #endif
+#elif defined(OCTAVO_ISA_AVX2)
+#include "../impl/gemm_int8.inl"
 #else
 static Preparation preparation(const PackedMatrix&) { return kAsFloat; }
 static void prepare_row(const float*, int, int, uint16_t*, float*) {}
@@ -28,6 +30,9 @@ static size_t linear_scratch_bytes(int k) { return (size_t)k * 64; }
 #if defined(OCTAVO_ISA_VNNI)
 static constexpr EightBits kEightBits = EightBits::kQuads;
 static constexpr int kPreparedValueBytes = 4;  // bf16 and two times int8
+#elif defined(OCTAVO_ISA_AVX2)
+static constexpr EightBits kEightBits = EightBits::kQuads;
+static constexpr int kPreparedValueBytes = 2;  // two times int8
 #else
 static constexpr EightBits kEightBits = EightBits::kPairs;
 static constexpr int kPreparedValueBytes = 2;

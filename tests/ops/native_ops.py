@@ -12,7 +12,7 @@ ISAS: list[str] = _native.available_isas()
 # bf16 keeps 8 significant bits, so rounding to nearest errs by at most 2^-8 of the value.
 ROUNDING = {isa: 2.0**-8 if isa in ("avx512_bf16", "avx512_vnni", "amx") else 0.0 for isa in ISAS}
 BF16_ATTENTION = ("avx512_vnni", "amx")  # over a bf16 cache these take queries and weights in bf16
-INT8_PRODUCTS = ("avx512_vnni",)  # quantised weights meet activations in 8 bits
+INT8_PRODUCTS = ("avx2", "avx512_vnni")  # quantised weights meet activations in 8 bits
 POSITIONS = 1024
 
 
