@@ -38,7 +38,7 @@ OTHERS = Bounds(mean_kl=0.0005, mean_error=0.03, margin=0.2)
 
 
 def bounds_of(backend: CpuBackend) -> Bounds:
-    return EIGHT_BITS if isa_of(backend) == "avx512_vnni" else OTHERS
+    return EIGHT_BITS if isa_of(backend) in ("avx2", "avx512_vnni") else OTHERS
 
 
 def reference(name: str) -> Any:
@@ -47,7 +47,9 @@ def reference(name: str) -> Any:
 
 @pytest.fixture(
     scope="module",
-    params=[i for i in _native.available_isas() if i in ("avx2", "avx512_bf16", _native.available_isas()[-1])],
+    params=[
+        i for i in _native.available_isas() if i in ("avx2", "avx512", "avx512_bf16", _native.available_isas()[-1])
+    ],
 )
 def backend(request: pytest.FixtureRequest, smollm2: LoadedModel) -> CpuBackend:
     backend = CpuBackend(

@@ -156,11 +156,14 @@ def _rope_factors(model: LoadedModel) -> npt.NDArray[np.float32] | None:
     return None if tensor is None else floats(tensor)
 
 
+_F32 = "float32 fused multiply-add"
+_INT8 = "8-bit products (a scale per 32, outliers in 16 bits), float32 sums"
 _BF16 = "bf16 dot product, float32 sums"
 # What each instruction set multiplies quantised and bf16 matrices with; float32 where it has no entry.
 _PRODUCTS = {
+    "avx2": (_INT8, _F32),
     "avx512_bf16": (_BF16, _BF16),
-    "avx512_vnni": ("8-bit dot product (a scale per 32, outliers in 16 bits), float32 sums", _BF16),
+    "avx512_vnni": (_INT8, _BF16),
     "amx": ("AMX bf16 tiles, float32 sums", "AMX bf16 tiles, float32 sums"),
 }
 _ATTENTION = {"avx512_vnni": "bf16 dot product", "amx": "AMX bf16 tiles"}  # over a bf16 cache
@@ -170,7 +173,7 @@ def _details(isa: str, threads: int, kv_cache_dtype: str, formats: set[str]) -> 
     attention = _ATTENTION.get(isa, "float32") if kv_cache_dtype == "bfloat16" else "float32"
     linear = []
     for name in sorted(formats):
-        product = "float32 fused multiply-add"
+        product = _F32
         if isa in _PRODUCTS and name not in ("F32", "F16"):
             product = _PRODUCTS[isa][name == "BF16"]
         linear.append(f"{name}: {product}")
