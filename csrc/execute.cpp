@@ -20,7 +20,7 @@ double seconds_now() {
 template <class F>
 void Program::for_rows(int rows, int cost, const F& f) {
   // `cost` is roughly the floats touched per row: small loops stay on this thread.
-  if (rows < kParallelRows || (int64_t)rows * cost < 16384) {
+  if (rows < kParallelRows || (int64_t)rows * cost < 4096) {
     for (int r = 0; r < rows; ++r) f(r, 0);
     return;
   }
