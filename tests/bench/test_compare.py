@@ -50,6 +50,16 @@ def test_summary_takes_medians_and_ratios_of_pairs() -> None:
     assert "| octavo: ratio to the best peer | 2.00x | - | |" in shown
 
 
+def test_octavo_limited_to_avx2_is_no_peer() -> None:
+    engines = ["octavo-avx2", "llama.cpp-avx2:Q4_0"]
+    runs = [
+        {"engine": engine, "size": "1", "repeat": 0, "tokens_per_s": rate}
+        for engine, rate in zip(engines, (30.0, 20.0), strict=True)
+    ]
+    summary = table.summarise(runs, engines, ["1"])
+    assert summary["ratio_to_best_peer"]["1"] == {"best_peer": "llama.cpp-avx2:Q4_0", "octavo-avx2": 1.5}
+
+
 def test_sizes() -> None:
     size = compare.Size.parse
     assert size("8") == compare.Size("8", 8, 128, 128)
