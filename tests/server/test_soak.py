@@ -1,4 +1,4 @@
-"""A short soak in CI; `make soak` runs it for ten minutes (SOAK_SECONDS, SOAK_SEED, SOAK_MODEL)."""
+"""A soak of a minute in CI; `make soak` runs it for ten minutes (SOAK_SECONDS, SOAK_SEED, SOAK_MODEL)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.live_server import write_tokenizer
 from support.served_program import check_port_free, program, wait_gone
 from support.soak import Soak
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
 MODEL = os.environ.get("SOAK_MODEL")  # an alias or a path instead of the scripted engine
 
 
