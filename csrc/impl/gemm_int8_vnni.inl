@@ -140,8 +140,9 @@ static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end
       a.rows == 1 ? int8_tile<1, 4, kForm, kChunks, true>(a, 0, p) : int8_tile<2, 4, kForm, kChunks, true>(a, 0, p);
   const auto panels = [&](auto count) {
     in_row_tiles(a.rows, [&](int row, auto rows) {
-      // High tiles are bound by arithmetic: asking for memory ahead would only cost them.
-      int8_tile<rows.value, count.value, kForm, kChunks, (rows.value <= 4)>(a, row, p);
+      // The first tile asks for the next panels; the others find theirs in the cache.
+      row == 0 ? int8_tile<rows.value, count.value, kForm, kChunks, true>(a, row, p)
+               : int8_tile<rows.value, count.value, kForm, kChunks, false>(a, row, p);
     });
   };
   for (; p + 2 <= panel_end; p += 2) panels(std::integral_constant<int, 2>{});
