@@ -6,8 +6,6 @@
 // [8 token pairs][16 columns][2]. Both are right operands as they lie. A block is cleared when its first token is
 // written, since products also read the slots behind the last token (with weight 0, which NaN would survive).
 
-static inline int padded32(int n) { return (n + 31) / 32 * 32; }
-
 static void store_kv_pairs(const float* k, const float* v, int head_dim, uint8_t* kv, int offset) {
   const int depth = padded32(head_dim);
   if (offset == 0) memset(kv, 0, kv_block_head_bytes(head_dim, KvType::kBf16));

@@ -31,10 +31,9 @@ struct RowScales {
 static inline RowScales row_scales(const float* sums, int64_t groups) {
   return {sums, sums + groups, sums + 2 * groups, sums + 3 * groups, (const uint32_t*)(sums + 5 * groups)};
 }
-static inline int64_t padded_k(int k) { return (k + 31) / 32 * 32; }
 static inline const int8_t* first_bytes(const uint16_t* prepared, int k) {
 #if defined(OCTAVO_ISA_BF16)
-  return (const int8_t*)(prepared + padded_k(k));
+  return (const int8_t*)(prepared + padded32(k));
 #else
   return (void)k, (const int8_t*)prepared;
 #endif
@@ -75,7 +74,7 @@ static float root_mean_square(const float* x, int k) {
 }
 
 static void prepare_row_int8(const float* x, int k, int8_t* bytes, float* sums) {
-  const int64_t padded = padded_k(k), groups = padded / kQuant;
+  const int64_t padded = padded32(k), groups = padded / kQuant;
   float *first = sums, *second = sums + groups, *total32 = second + groups, *total16 = total32 + groups;
   uint32_t* marked = (uint32_t*)(sums + 5 * groups);
   const float large = kLargeValue * root_mean_square(x, k);

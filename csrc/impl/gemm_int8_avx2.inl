@@ -79,7 +79,7 @@ template <Form kForm, int kChunks>
 static __attribute__((noinline)) __m256 add_second_bytes(const LinearArgs& a, int row, int panel, int half,
                                                          __m256 sum) {
   const PackedMatrix& w = *a.w;
-  const int64_t quants = padded_k(w.k) / kQuant;
+  const int64_t quants = padded32(w.k) / kQuant;
   const int8_t* x = first_bytes(a.prepared, w.k) + row * a.ld_prepared * 2 + quants * kQuant;
   const RowScales s = row_scales(a.sums + row * a.ld_sums, quants);
   const int per_quant = kQuant / w.group;
@@ -100,7 +100,7 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel, int half) 
   const PackedMatrix& w = *a.w;
   const int64_t ld = a.ld_prepared * 2;
   const int8_t* x = first_bytes(a.prepared, w.k) + row * ld;
-  const RowScales s = row_scales(a.sums + row * a.ld_sums, padded_k(w.k) / kQuant);
+  const RowScales s = row_scales(a.sums + row * a.ld_sums, padded32(w.k) / kQuant);
   const float* total = w.group == kQuant ? s.total32 : s.total16;
   // Both halves lie in the same lines: only the first asks for the next ones, and only where a thin batch waits for
   // them.

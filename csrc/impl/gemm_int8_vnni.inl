@@ -53,7 +53,7 @@ template <int kPanels, Form kForm, int kChunks>
 static inline void add_second_bytes(const LinearArgs& a, const uint8_t* const (&data)[kPanels], int row, int panel,
                                     V16 (&acc)[kPanels]) {
   const PackedMatrix& w = *a.w;
-  const int64_t quants = padded_k(w.k) / kQuant;
+  const int64_t quants = padded32(w.k) / kQuant;
   const int8_t* x = first_bytes(a.prepared, w.k) + row * a.ld_prepared * 2 + quants * kQuant;
   const RowScales s = row_scales(a.sums + row * a.ld_sums, quants);
   constexpr int kPerQuant = kQuant / (kChunks * 8);
@@ -84,7 +84,7 @@ static inline void add_second_bytes(const LinearArgs& a, const uint8_t* const (&
 template <int kRows, int kPanels, Form kForm, int kChunks, bool kPrefetch>
 static inline void int8_tile(const LinearArgs& a, int row, int panel) {
   const PackedMatrix& w = *a.w;
-  const int64_t ld = a.ld_prepared * 2, quants = padded_k(w.k) / kQuant;
+  const int64_t ld = a.ld_prepared * 2, quants = padded32(w.k) / kQuant;
   const int8_t* x = first_bytes(a.prepared, w.k) + row * ld;
   const float* sums = a.sums + row * a.ld_sums;
   const RowScales s = row_scales(sums, quants);
