@@ -21,6 +21,15 @@ def tail_driver(backend=None, **config):
     return Driver(backend, **{"preemption_mode": "tail", "admission": "greedy", **config})
 
 
+def assert_as_alone(driver, request_id, token_ids, params):
+    """Every answer to the request is that of a run without preemption."""
+    solo = Driver()
+    solo.add(token_ids, params, request_id=request_id)
+    solo.run()
+    for i in range(params.n):
+        assert driver.outcomes[request_id, i].answer == solo.outcomes[request_id, i].answer
+
+
 def set_back_and_cut(driver, num_blocks):
     """Preempt the last in line and take up to `num_blocks` of the blocks that it has alone, as if they were needed."""
     line, seq = driver.engine.scheduler.line, driver.engine.scheduler.running[-1]
@@ -128,11 +137,7 @@ def test_samples_lose_what_is_their_own_first(caching):
     driver.engine.scheduler.line.reclaim(seq, 1)
     assert not seq.block_ids
     driver.run()
-    solo = Driver()
-    solo.add(prompt(40), params, request_id=request_id)
-    solo.run()
-    for i in range(4):
-        assert driver.outcomes[request_id, i].answer == solo.outcomes[request_id, i].answer
+    assert_as_alone(driver, request_id, prompt(40), params)
 
 
 def test_kept_blocks_go_to_the_front_while_others_run():
@@ -174,11 +179,7 @@ def test_all_samples_hold_and_share():
         while driver.engine.scheduler.running:
             preempt_last(driver.engine, keep=True)
     driver.run()
-    solo = Driver()
-    solo.add(prompt(20), params, request_id=request_id)
-    solo.run()
-    for i in range(3):
-        assert driver.outcomes[request_id, i].answer == solo.outcomes[request_id, i].answer
+    assert_as_alone(driver, request_id, prompt(20), params)
 
 
 def behind_another(backend=None, **config):
@@ -230,10 +231,7 @@ def test_searches_start_again():
     preempt_last(driver.engine, keep=True)
     assert not driver.engine.scheduler.line.holding
     driver.run()
-    solo = Driver()
-    solo.add(prompt(40), params, request_id="r")
-    solo.run()
-    assert [driver.outcomes["r", i].answer for i in range(3)] == [solo.outcomes["r", i].answer for i in range(3)]
+    assert_as_alone(driver, "r", prompt(40), params)
 
 
 def test_what_is_lost_is_told():
