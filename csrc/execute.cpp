@@ -124,51 +124,75 @@ void Program::run(const Op& op, const StepInput& in, int rows, int first_output)
 
 void Program::prepare_row(View x, int row, int preparation) {
   kernels_->prepare_row(at(x, row), x.width, preparation, (uint16_t*)prepared_.get() + row * prepared_stride(x.width),
-                        sums_.data() + row * sums_per_row(x.width));
+                        (float*)sums_.get() + row * sums_per_row(x.width));
 }
 
 void Program::prepare_input(const Op& op, int rows) {
-  if (op.is_prepared) return;
   const int wanted = preparation(op);
-  if (wanted) for_rows(rows, op.a.width, [&](int r, int) { prepare_row(op.a, r, wanted); });
+  if (wanted && !op.is_prepared) for_rows(rows, op.a.width, [&](int r, int) { prepare_row(op.a, r, wanted); });
+  if (wanted & kAsInt8)
+    kernels_->gather_large((const float*)sums_.get(), sums_per_row(op.a.width), op.a.width, rows, large_.data(),
+                           large_starts_.data());
 }
 
-LinearArgs Program::linear_args(const Op& op, int matrix, const float* bias, int rows) const {
+LinearArgs Program::linear_args(const Op& op, int matrix, const float* bias, RowRange rows) const {
   LinearArgs args{};
   args.w = &matrices_[matrix];
   args.bias = bias;
-  args.x = at(op.a, 0);
+  args.x = at(op.a, rows.begin);
   args.ldx = stride(op.a);
-  args.prepared = (const uint16_t*)prepared_.get();
   args.ld_prepared = prepared_stride(op.a.width);
-  args.sums = sums_.data();
+  args.prepared = (const uint16_t*)prepared_.get() + rows.begin * args.ld_prepared;
   args.ld_sums = sums_per_row(op.a.width);
+  args.sums = (const float*)sums_.get() + rows.begin * args.ld_sums;
   args.offset32 = (op.a.width + 31) / 32 * 2;
-  args.rows = rows;
+  args.large = large_.data();
+  args.large_starts = large_starts_.data() + rows.begin;
+  args.first_row = rows.begin;
+  args.rows = rows.end - rows.begin;
   return args;
+}
+
+// Calls f(rows, item, thread) for `items` shares of the output's columns times blocks of rows. A thread goes through
+// the columns of one block of rows before it takes the next, which stays in its second cache.
+template <class F>
+void Program::for_row_blocks(int rows, int items, const F& f) {
+  const int blocks = (rows + kernels_->row_block - 1) / kernels_->row_block;
+  pool_.run((int64_t)blocks * items, [&](int64_t i, int thread) {
+    const int64_t block = i / items;
+    f(RowRange{(int)(rows * block / blocks), (int)(rows * (block + 1) / blocks)}, (int)(i % items), thread);
+  });
+}
+
+// Few enough items to be cheap, enough of them to balance the threads.
+int Program::panels_per_item(const Op& op, int rows) const {
+  int panels = 0;
+  for (const LinearPart& p : op.parts) panels += matrices_[p.matrix].panels;
+  const int blocks = (rows + kernels_->row_block - 1) / kernels_->row_block;
+  // One or two rows: four panels at a time, six where that leaves no thread without work at the end.
+  if (rows <= 2) return panels % (6 * pool_.size()) == 0 ? 6 : 4;
+  int step = 2;
+  while (panels * blocks >= step * pool_.size() * 32) step *= 2;
+  return step;
 }
 
 void Program::run_linear(const Op& op, int rows) {
   prepare_input(op, rows);
-  int panels = 0;
-  for (const LinearPart& p : op.parts) panels += matrices_[p.matrix].panels;
-  // Panels per item: few enough items to be cheap, enough of them to balance the threads.
-  int step = rows <= 16 ? 4 : 2;
-  while (panels > step * pool_.size() * 32) step *= 2;
+  const int step = panels_per_item(op, rows);
   int items = 0;
   for (const LinearPart& p : op.parts) items += (matrices_[p.matrix].panels + step - 1) / step;
-  pool_.run(items, [&](int64_t item, int thread) {
+  for_row_blocks(rows, items, [&](RowRange range, int item, int thread) {
     for (const LinearPart& p : op.parts) {
       const PackedMatrix& m = matrices_[p.matrix];
-      const int64_t here = (m.panels + step - 1) / step;
+      const int here = (m.panels + step - 1) / step;
       if (item >= here) {
         item -= here;
         continue;
       }
-      LinearArgs args = linear_args(op, p.matrix, op.bias >= 0 ? vectors_[op.bias].data() + p.column : nullptr, rows);
-      args.y = at(op.out, 0) + p.column;
+      LinearArgs args = linear_args(op, p.matrix, op.bias >= 0 ? vectors_[op.bias].data() + p.column : nullptr, range);
+      args.y = at(op.out, range.begin) + p.column;
       args.ldy = stride(op.out);
-      kernels_->linear(args, (int)item * step, std::min(m.panels, (int)(item + 1) * step), scratch_[thread].data());
+      kernels_->linear(args, item * step, std::min(m.panels, (item + 1) * step), scratch_[thread].data());
       return;
     }
   });
@@ -180,23 +204,23 @@ void Program::run_gated_linear(const Op& op, int rows) {
   prepare_input(op, rows);
   const PackedMatrix& m = matrices_[op.parts[0].matrix];
   const size_t linear_bytes = (kernels_->linear_scratch_bytes(m.k) + 63) / 64 * 64;
-  const int step = rows <= 16 ? kGatedPanels : kGatedPanels / 2;
-  pool_.run((m.panels + step - 1) / step, [&](int64_t item, int thread) {
-    const int begin = (int)item * step, end = std::min(m.panels, begin + step);
+  const int step = std::min(rows, kernels_->row_block) <= 128 ? kGatedPanels : kGatedPanels / 2;
+  for_row_blocks(rows, (m.panels + step - 1) / step, [&](RowRange range, int item, int thread) {
+    const int begin = item * step, end = std::min(m.panels, begin + step), num_rows = range.end - range.begin;
     const int64_t ld = (end - begin) * 16;
     float* const halves[2] = {(float*)(scratch_[thread].data() + linear_bytes),
-                              (float*)(scratch_[thread].data() + linear_bytes) + rows * ld};
+                              (float*)(scratch_[thread].data() + linear_bytes) + num_rows * ld};
     for (int i = 0; i < 2; ++i) {
       const float* bias = op.bias >= 0 ? vectors_[op.bias].data() + i * m.n : nullptr;
-      LinearArgs args = linear_args(op, op.parts[i].matrix, bias, rows);
+      LinearArgs args = linear_args(op, op.parts[i].matrix, bias, range);
       args.y = halves[i];
       args.ldy = ld;
       args.first_panel = begin;
       kernels_->linear(args, begin, end, scratch_[thread].data());
     }
     const int width = std::min(m.n - begin * 16, (int)ld);
-    for (int r = 0; r < rows; ++r)
-      kernels_->silu_mul(halves[0] + r * ld, halves[1] + r * ld, width, at(op.out, r) + begin * 16);
+    for (int r = 0; r < num_rows; ++r)
+      kernels_->silu_mul(halves[0] + r * ld, halves[1] + r * ld, width, at(op.out, range.begin + r) + begin * 16);
   });
 }
 
@@ -220,22 +244,31 @@ void Program::run_attention(const Op& op, const StepInput& in) {
     pool_.run((int64_t)in.num_rows * kv_.heads, [&](int64_t item, int) { store(item); });
   }
   const size_t block_stride = kv_block_head_bytes(head_dim, kv_.type) * kv_.heads;
-  pool_.run((int64_t)tiles_.size() * kv_.heads, [&](int64_t item, int thread) {
+  const int64_t items = (int64_t)tiles_.size() * kv_.heads;
+  pool_.run(items, [&](int64_t item, int thread) {
     const Tile& tile = tiles_[(size_t)(item / kv_.heads)];
     const int head = (int)(item % kv_.heads);
-    const AttentionTask task{at(op.a, tile.first_token) + head * group * head_dim,
-                             stride(op.a),
-                             at(op.out, tile.first_token) + head * group * head_dim,
-                             stride(op.out),
-                             kv_at(op.index, 0, head),
-                             block_stride,
-                             in.block_ids + in.table_start[tile.row],
-                             tile.num_tokens,
-                             group,
-                             tile.first_pos,
-                             op.size,
-                             head_dim,
-                             op.number};
+    AttentionTask task{};
+    task.q = at(op.a, tile.first_token) + head * group * head_dim;
+    task.ldq = stride(op.a);
+    task.out = at(op.out, tile.first_token) + head * group * head_dim;
+    task.ldo = stride(op.out);
+    task.kv = kv_at(op.index, 0, head);
+    task.block_stride = block_stride;
+    task.block_ids = in.block_ids + in.table_start[tile.row];
+    task.num_tokens = tile.num_tokens;
+    task.group = group;
+    task.first_pos = tile.first_pos;
+    task.window = op.size;
+    task.head_dim = head_dim;
+    task.scale = op.number;
+    if (item + 1 < items) {
+      const Tile& next = tiles_[(size_t)((item + 1) / kv_.heads)];
+      task.next_kv = kv_at(op.index, 0, (int)((item + 1) % kv_.heads));
+      task.next_block_ids = in.block_ids + in.table_start[next.row];
+      task.next_first_pos = next.first_pos;
+      task.next_last_pos = next.first_pos + next.num_tokens - 1;
+    }
     k.attention(task, kv_.type, scratch_[thread].data());
   });
 }

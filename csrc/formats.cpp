@@ -327,6 +327,17 @@ void pack_panel(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, 
   }
 }
 
+bool has_finite_scales(const PackedMatrix& m, int p) {
+  if (m.form != Form::kQ8 && m.form != Form::kQ8x4 && m.form != Form::kQ4) return true;
+  const uint8_t* scales = m.panel_scales(p);
+  for (int i = 0; i < m.groups * 16; ++i) {
+    const bool finite = m.half_scales ? (load16(scales + 2 * i) & 0x7c00u) != 0x7c00u
+                                      : (load32(scales + 4 * i) & 0x7f800000u) != 0x7f800000u;
+    if (!finite) return false;
+  }
+  return true;
+}
+
 void unpack_row(const FormatInfo& info, const uint8_t* row, int k, float* out) {
   if (info.format == Format::F32) {
     memcpy(out, row, (size_t)k * 4);

@@ -81,6 +81,7 @@ struct PackedMatrix {
   int zero = 0;    // kQ4, kQ8x4: the packed integer 0 means -zero
   bool has_min = false;
   bool half_scales = false;
+  bool finite_scales = true;  // else kernels that add to a scale's exponent must not
   // A panel: its values, then its scales and its mins ([groups][16] half or float), so that memory is read in order.
   size_t value_bytes = 0;
   size_t panel_bytes = 0;
@@ -98,6 +99,9 @@ PackedMatrix make_packed(const FormatInfo& info, int n, int k, EightBits eight_b
 
 // Packs columns [16p, 16p + 16) from `source`, the rows of the checkpoint's matrix laid end to end.
 void pack_panel(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p);
+
+// Whether every scale of a packed panel is a finite number; true for formats without scales.
+bool has_finite_scales(const PackedMatrix& m, int p);
 
 // Unpacks one row of `k` weights to floats, exactly as octavo.weights.formats.unpack does.
 void unpack_row(const FormatInfo& info, const uint8_t* row, int k, float* out);

@@ -15,6 +15,12 @@ constexpr int kBlockTokens = 16;  // tokens in a KV block: one vector of kernels
 // What kernels make of a row before it meets a matrix, as bits: nothing, its values in bf16, its values in 8 bits.
 enum Preparation : int { kAsFloat = 0, kAsBf16 = 1, kAsInt8 = 2 };
 
+// A value too large for a prepared row's bytes.
+struct LargeValue {
+  int32_t row, k;
+  float value;
+};
+
 // y[rows][n] = x[rows][k] . w^T + bias. Kernels that multiply in bf16 or in 8 bits read `prepared` and `sums`, made by
 // prepare_row; the others read `x`.
 struct LinearArgs {
@@ -23,10 +29,13 @@ struct LinearArgs {
   const float* x;
   int64_t ldx;
   const uint16_t* prepared;  // [rows]: bf16 [K32], K32 = k rounded up to 32, zero padded; then, where kernels multiply
-  int64_t ld_prepared;       // in 8 bits, int8 [2][K32]
+  int64_t ld_prepared;       // in 8 bits, int8 [K32]
   const float* sums;         // [rows]; bf16: sums of 16 consecutive prepared values (K32 / 16 of them), then, from
-  int64_t ld_sums;           // offset32 on, of 32 (K32 / 32); int8: see RowScales in gemm_int8.inl
+  int64_t ld_sums;           // offset32 on, of 32 (K32 / 32); int8: see RowSums in gemm_int8.inl
   int64_t offset32;
+  const LargeValue* large;  // of gather_large; row r's are [large_starts[r], large_starts[r + 1])
+  const int32_t* large_starts;
+  int first_row;  // what LargeValue::row says of row 0
   float* y;
   int64_t ldy;
   int first_panel;  // the panel whose columns start at y
@@ -49,6 +58,11 @@ struct AttentionTask {
   int window;     // keys visible to a query, itself included; 0: all
   int head_dim;
   float scale;
+  // What this thread will probably attend to next: kernels that wait for memory ask for its beginning. next_kv null:
+  // nothing.
+  const uint8_t* next_kv;
+  const int32_t* next_block_ids;
+  int next_first_pos, next_last_pos;
 };
 
 constexpr int kTileTokens = 16;  // most query tokens in an AttentionTask
@@ -60,10 +74,14 @@ struct Kernels {
 
   EightBits eight_bits;      // how 8-bit integers of weights must be packed
   int prepared_value_bytes;  // bytes of a prepared value in all its shapes
+  int row_block;             // most rows that `linear` should be given at once
   // What `linear` wants to find in the prepared rows for this matrix.
   Preparation (*preparation)(const PackedMatrix& w);
   // `preparation`: of all matrices that the row will meet, or-ed.
   void (*prepare_row)(const float* x, int k, int preparation, uint16_t* prepared, float* sums);
+  // Writes the large values of prepared rows to `out` and where each row's begin to starts[rows + 1]; null where
+  // prepared rows have none.
+  int (*gather_large)(const float* sums, int64_t ld_sums, int k, int rows, LargeValue* out, int32_t* starts);
   size_t (*linear_scratch_bytes)(int k);
   void (*linear)(const LinearArgs& args, int panel_begin, int panel_end, void* scratch);
   // Floats of one panel as the kernels see them, [k][16].
@@ -86,8 +104,11 @@ struct Kernels {
                      void* scratch);
 };
 
+// Large values of a row of k values: each exceeds five times the root mean square, so 25 of them make more than k.
+inline int64_t large_per_row(int k) { return k / 25 + 1; }
+
 // Floats that prepare_row has room for in `sums` for a row of k values.
-inline int64_t sums_per_row(int k) { return (int64_t)((k + 31) / 32) * 6; }
+inline int64_t sums_per_row(int k) { return ((int64_t)k + 255) / 256 * 64 + 2 + 2 * large_per_row(k); }
 
 // Bytes of one block's keys and values of one head. Kernels lay them out as they like within: keys take
 // head_dim rounded up to 32 values per token, values head_dim rounded up to 16. In 8 bits, keys and values of a token

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -36,7 +37,12 @@ Program::~Program() {
 
 int Program::add_matrix(const FormatInfo& format, const uint8_t* data, int n, int k) {
   PackedMatrix m = make_packed(format, n, k, kernels_->eight_bits, arena_);
-  pool_.run(m.panels, [&](int64_t p, int) { pack_panel(m, format, data, (int)p); });
+  std::atomic<bool> finite{true};
+  pool_.run(m.panels, [&](int64_t p, int) {
+    pack_panel(m, format, data, (int)p);
+    if (!has_finite_scales(m, (int)p)) finite = false;
+  });
+  m.finite_scales = finite;
   const size_t rows = (size_t)std::max(max_tokens_, output_rows_);
   const size_t scratch = std::max(kernels_->linear_scratch_bytes(k), (size_t)k * 64);
   for (std::vector<uint8_t>& s : scratch_)
@@ -44,7 +50,9 @@ int Program::add_matrix(const FormatInfo& format, const uint8_t* data, int n, in
   if (kernels_->preparation(m) != kAsFloat && prepared_count_ < rows * (size_t)prepared_stride(k)) {
     prepared_count_ = rows * (size_t)prepared_stride(k);
     prepared_ = allocate_bytes(prepared_count_ * 2);
-    sums_.resize(rows * (size_t)sums_per_row(k));
+    sums_ = allocate_bytes(rows * (size_t)sums_per_row(k) * 4);
+    large_.resize(rows * (size_t)large_per_row(k));
+    large_starts_.resize(rows + 1);
   }
   matrices_.push_back(std::move(m));
   return (int)matrices_.size() - 1;
@@ -200,7 +208,8 @@ void Program::gated_linear(View x, int gate, int up, int bias, View out) {
   op.bias = bias;
   chain(op, x);
   const size_t rows = (size_t)std::max(max_tokens_, output_rows_);
-  const size_t bytes = kernels_->linear_scratch_bytes(x.width) + rows * kGatedPanels * 16 * 2 * 4;
+  const size_t at_once = std::min(rows, (size_t)kernels_->row_block);
+  const size_t bytes = kernels_->linear_scratch_bytes(x.width) + at_once * kGatedPanels * 16 * 2 * 4;
   for (std::vector<uint8_t>& s : scratch_)
     if (s.size() < bytes) s.resize(bytes);
 }

@@ -149,6 +149,9 @@ class Program {
     int prepares = kAsFloat;
     bool is_prepared = false;
   };
+  struct RowRange {
+    int begin, end;
+  };
   struct Tile {  // attention work: a few query tokens of one sequence; one item per KV head
     int row, first_token, num_tokens, first_pos;
   };
@@ -172,8 +175,11 @@ class Program {
   }
   int preparation(const Op& op) const;
   void prepare_row(View x, int row, int preparation);
-  LinearArgs linear_args(const Op& op, int matrix, const float* bias, int rows) const;
+  LinearArgs linear_args(const Op& op, int matrix, const float* bias, RowRange rows) const;
+  template <class F>
+  void for_row_blocks(int rows, int items, const F& f);
   void prepare_input(const Op& op, int rows);
+  int panels_per_item(const Op& op, int rows) const;
   void run_linear(const Op& op, int rows);
   void run_gated_linear(const Op& op, int rows);
   void run_attention(const Op& op, const StepInput& in);
@@ -199,7 +205,9 @@ class Program {
   std::vector<Tile> tiles_;
   Bytes prepared_{nullptr, free_bytes};  // prepared rows of the current linear's input
   size_t prepared_count_ = 0;            // its halves
-  std::vector<float> sums_;
+  Bytes sums_{nullptr, free_bytes};      // and what else prepare_row leaves of them
+  std::vector<LargeValue> large_;        // of the prepared rows, and where each row's begin
+  std::vector<int32_t> large_starts_;
   std::vector<std::vector<uint8_t>> scratch_;  // per thread
   std::array<double, (int)OpCode::kCount> op_seconds_{};
 };

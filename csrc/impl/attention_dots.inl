@@ -1,5 +1,7 @@
 // The products of attention_pairs.inl by bf16 dot products of vectors (vdpbf16ps).
 
+static constexpr int kDotRows = 6;  // most rows at once: 6 x 4 sums
+
 static inline void begin_products(int) {}
 static inline void end_products() {}
 
@@ -84,21 +86,21 @@ static void weigh_some(const uint16_t* weights, const uint8_t* const* values, co
 // scores[rows][64] = q . keys for up to four blocks. `next`: the keys of the next piece.
 static inline void score_rows(const uint16_t* q, int rows, int depth, const uint8_t* const* keys,
                               const uint8_t* const* next, int blocks, float* scores) {
-  in_row_tiles(rows, [&](int row, auto count) {
+  in_row_tiles<kDotRows>(rows, [&](int row, auto count) {
     float* to = scores + (size_t)row * kPieceTokens;
     const uint16_t* from = q + (size_t)row * depth;
-    rows <= kTileRows8 ? score_some<count.value, true>(from, depth, keys, next, blocks, to)
-                       : score_some<count.value, false>(from, depth, keys, next, blocks, to);
+    rows <= kDotRows ? score_some<count.value, true>(from, depth, keys, next, blocks, to)
+                     : score_some<count.value, false>(from, depth, keys, next, blocks, to);
   });
 }
 
 static inline void add_weighed_values(const PairScratch& s, int rows, const uint8_t* const* values,
                                       const uint8_t* const* next, int blocks, int padded, const float* alpha,
                                       float* out) {
-  in_row_tiles(rows, [&](int row, auto count) {
+  in_row_tiles<kDotRows>(rows, [&](int row, auto count) {
     const uint16_t* weights = s.weights + (size_t)row * kPieceTokens;
     float* to = out + (size_t)row * padded;
-    rows <= kTileRows8 ? weigh_some<count.value, true>(weights, values, next, blocks, padded, alpha + row, to)
-                       : weigh_some<count.value, false>(weights, values, next, blocks, padded, alpha + row, to);
+    rows <= kDotRows ? weigh_some<count.value, true>(weights, values, next, blocks, padded, alpha + row, to)
+                     : weigh_some<count.value, false>(weights, values, next, blocks, padded, alpha + row, to);
   });
 }

@@ -149,17 +149,27 @@ static void attend_pairs(const AttentionTask& t, uint8_t* scratch) {
   begin_products(num_rows < 16 ? num_rows : 16);
 
   const int last_pos = t.first_pos + t.num_tokens - 1;
-  const int first_seen = t.window > 0 && t.first_pos - t.window + 1 > 0 ? t.first_pos - t.window + 1 : 0;
-  for (int piece = first_seen / kPieceTokens * kPieceTokens; piece <= last_pos; piece += kPieceTokens) {
+  const auto first_piece = [&](int first_pos) {
+    const int first_seen = t.window > 0 && first_pos - t.window + 1 > 0 ? first_pos - t.window + 1 : 0;
+    return first_seen / kPieceTokens * kPieceTokens;
+  };
+  for (int piece = first_piece(t.first_pos); piece <= last_pos; piece += kPieceTokens) {
     const int num_tokens = last_pos + 1 - piece < kPieceTokens ? last_pos + 1 - piece : kPieceTokens;
     const int blocks = (num_tokens + 15) / 16;
     const uint8_t *keys[kPieceBlocks] = {}, *values[kPieceBlocks] = {};
     const uint8_t *next_keys[kPieceBlocks] = {}, *next_values[kPieceBlocks] = {};
+    // Behind the last piece come those of the next task.
+    const bool is_last = piece + kPieceTokens > last_pos;
+    const uint8_t* const next_kv = is_last ? t.next_kv : t.kv;
+    const int32_t* const next_ids = is_last ? t.next_block_ids : t.block_ids;
+    const int next_block = (is_last ? first_piece(t.next_first_pos) : piece + kPieceTokens) / 16;
+    const int last_block = (is_last ? t.next_last_pos : last_pos) / 16;
     for (int b = 0; b < blocks; ++b) {
-      const int block = piece / 16 + b, next = block + kPieceBlocks;
-      keys[b] = t.kv + (size_t)t.block_ids[block] * t.block_stride;
+      keys[b] = t.kv + (size_t)t.block_ids[piece / 16 + b] * t.block_stride;
       values[b] = keys[b] + (size_t)depth * 32;
-      next_keys[b] = next <= last_pos / 16 ? t.kv + (size_t)t.block_ids[next] * t.block_stride : keys[b];
+      next_keys[b] = next_kv != nullptr && next_block + b <= last_block
+                         ? next_kv + (size_t)next_ids[next_block + b] * t.block_stride
+                         : keys[b];
       next_values[b] = next_keys[b] + (size_t)depth * 32;
     }
     for (int row = 0; row < num_rows; row += 16) {

@@ -50,10 +50,16 @@ static inline __m256 load_half_scale(const uint8_t* p, size_t index, int half, b
                      : _mm256_loadu_ps((const float*)p + at);
 }
 
-// sums[m] += one group of weights, times the rows' bytes at x and their scales.
+static inline __m256i first_lanes(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+static inline __m256 load_some(const float* p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+static inline void store_some(__m256 x, float* p, int n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
+
+// sums[m] += one group of weights, times the rows' bytes at x and their steps.
 template <int kRows, Form kForm, int kChunks>
 static inline void add_group(const PackedMatrix& w, int panel, int half, int g, const int8_t* x, int64_t ld,
-                             const float* scales, int64_t ld_scales, size_t ahead, __m256 scale, __m256* sums) {
+                             const RowSums& s, int64_t ld_sums, size_t ahead, __m256 scale, __m256* sums) {
   constexpr int kChunkBytes = kForm == Form::kQ4 ? 64 : 128;
   const uint8_t* data = w.panel(panel) + (size_t)g * kChunks * kChunkBytes + half * 32;
   __m256i part[kRows];
@@ -69,38 +75,42 @@ static inline void add_group(const PackedMatrix& w, int panel, int half, int g, 
   }
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
-    const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(scales[m * ld_scales + g * kChunks * 8 / kQuant]));
+    const int64_t quant = m * ld_sums + g * kChunks * 8 / kQuant;
+    const __m256 step = _mm256_set1_ps(1.0f + (float)s.fractions[quant] / 256.0f);
+    const __m256i exponent = _mm256_set1_epi32(s.exponents[quant]);
+    const __m256 both =
+        _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(_mm256_mul_ps(scale, step)), exponent));
     sums[m] = _mm256_fmadd_ps(group_sum<kForm>(part[m]), both, sums[m]);
   }
 }
 
-// Adds what the second bytes of one row contribute to half a panel.
+// Adds the products of the rows' large values with a panel to what is in y.
 template <Form kForm, int kChunks>
-static __attribute__((noinline)) __m256 add_second_bytes(const LinearArgs& a, int row, int panel, int half,
-                                                         __m256 sum) {
+static void add_large_values(const LinearArgs& a, int panel) {
   const PackedMatrix& w = *a.w;
-  const int64_t quants = padded32(w.k) / kQuant;
-  const int8_t* x = first_bytes(a.prepared, w.k) + row * a.ld_prepared * 2 + quants * kQuant;
-  const RowScales s = row_scales(a.sums + row * a.ld_sums, quants);
-  const int per_quant = kQuant / w.group;
-  for (int64_t word = 0; word < (quants + 31) / 32; ++word) {
-    for (uint32_t marked = s.marked[word]; marked != 0; marked &= marked - 1) {
-      const int quant = (int)word * 32 + __builtin_ctz(marked);
-      for (int g = quant * per_quant; g < (quant + 1) * per_quant; ++g) {
-        const __m256 scale = load_half_scale(w.panel_scales(panel), (size_t)g, half, w.half_scales);
-        add_group<1, kForm, kChunks>(w, panel, half, g, x, 0, s.second, 0, 0, scale, &sum);
-      }
+  // The offset of nibbles is taken with the sums of groups, which hold large values, too.
+  const __m256i zero = _mm256_set1_epi32(kForm == Form::kQ4 ? 0 : w.zero),
+                mask = _mm256_set1_epi32(kForm == Form::kQ4 ? 15 : 255);
+  for (const LargeValue *v = a.large + a.large_starts[0], *end = a.large + a.large_starts[a.rows]; v != end; ++v) {
+    const Place at = place_of<kForm>((uint32_t)v->k);
+    for (int half = 0; half < 2; ++half) {
+      const int left = w.n - panel * 16 - half * 8;
+      float* const y = a.y + (v->row - a.first_row) * a.ldy + (panel - a.first_panel) * 16 + half * 8;
+      const __m256i words = _mm256_loadu_si256((const __m256i*)(w.panel(panel) + at.offset + half * 32));
+      const __m256i q = _mm256_and_si256(_mm256_srl_epi32(words, _mm_cvtsi32_si128(at.shift)), mask);
+      const __m256 scale = load_half_scale(w.panel_scales(panel), (size_t)v->k / (kChunks * 8), half, w.half_scales);
+      const __m256 weight = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(q, zero)), scale);
+      store_some(_mm256_fmadd_ps(_mm256_set1_ps(v->value), weight, load_some(y, left)), y, left);
     }
   }
-  return sum;
 }
 
 template <int kRows, Form kForm, int kChunks>
 static inline void int8_tile(const LinearArgs& a, int row, int panel, int half) {
   const PackedMatrix& w = *a.w;
   const int64_t ld = a.ld_prepared * 2;
-  const int8_t* x = first_bytes(a.prepared, w.k) + row * ld;
-  const RowScales s = row_scales(a.sums + row * a.ld_sums, padded32(w.k) / kQuant);
+  const int8_t* x = row_bytes(a.prepared, w.k) + row * ld;
+  const RowSums s = row_sums(a.sums + row * a.ld_sums, w.k);
   const float* total = w.group == kQuant ? s.total32 : s.total16;
   // Both halves lie in the same lines: only the first asks for the next ones, and only where a thin batch waits for
   // them.
@@ -112,30 +122,31 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel, int half) 
     const __m256 scale = load_half_scale(w.panel_scales(panel), (size_t)g, half, w.half_scales);
     __m256 offset = _mm256_mul_ps(zero, scale);
     if (w.has_min) offset = load_half_scale(w.panel_mins(panel), (size_t)g, half, w.half_scales);
-    add_group<kRows, kForm, kChunks>(w, panel, half, g, x, ld, s.first, a.ld_sums, ahead, scale, sums);
+    add_group<kRows, kForm, kChunks>(w, panel, half, g, x, ld, s, a.ld_sums, ahead, scale, sums);
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m)
       sums[m] = _mm256_fmadd_ps(_mm256_set1_ps(total[m * a.ld_sums + g]), offset, sums[m]);
   }
   const int column = panel * 16 + half * 8, left = w.n - column < 8 ? w.n - column : 8;
   for (int m = 0; m < kRows; ++m) {
-    alignas(32) float y[8];
-    _mm256_store_ps(y, add_second_bytes<kForm, kChunks>(a, row + m, panel, half, sums[m]));
+    const __m256 y = _mm256_mul_ps(sums[m], _mm256_set1_ps(s.unit[m * a.ld_sums]));
     float* out = a.y + (size_t)(row + m) * a.ldy + (panel - a.first_panel) * 16 + half * 8;
-    for (int c = 0; c < left; ++c) out[c] = a.bias ? y[c] + a.bias[column + c] : y[c];
+    store_some(a.bias ? _mm256_add_ps(y, load_some(a.bias + column, left)) : y, out, left);
   }
 }
 
 template <Form kForm, int kChunks>
 static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end) {
-  for (int p = panel_begin; p < panel_end; ++p)
-    in_row_tiles(a.rows, [&](int row, auto rows) {
+  for (int p = panel_begin; p < panel_end; ++p) {
+    in_row_tiles<kTileRows8>(a.rows, [&](int row, auto rows) {
       for (int half = 0; half < 2; ++half) int8_tile<rows.value, kForm, kChunks>(a, row, p, half);
     });
+    add_large_values<kForm, kChunks>(a, p);
+  }
 }
 
 template <Form kForm>
-static void linear_int8(const LinearArgs& a, int panel_begin, int panel_end) {
+static void linear_int8(const LinearArgs& a, int panel_begin, int panel_end, void*) {
   a.w->group == kQuant ? linear_in_groups<kForm, 4>(a, panel_begin, panel_end)
                        : linear_in_groups<kForm, 2>(a, panel_begin, panel_end);
 }

@@ -23,14 +23,10 @@ static inline void load_chunk(const uint8_t* panel, int chunk, size_t ahead, __m
   }
 }
 
-// part[m][p] = the integer sum of one group of weights and the rows' bytes at x.
+// Adds the products of one group of weights and the rows' bytes at x to part[m][p].
 template <int kRows, int kPanels, Form kForm, int kChunks, bool kPrefetch>
 static inline void multiply_group(const uint8_t* const (&data)[kPanels], const int8_t* x, int64_t ld, int chunk,
                                   size_t ahead, __m512i (&part)[kRows][kPanels]) {
-#pragma GCC unroll 8
-  for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 4
-    for (int p = 0; p < kPanels; ++p) part[m][p] = _mm512_setzero_si512();
 #pragma GCC unroll 4
   for (int c = chunk; c < chunk + kChunks; ++c) {
     __m512i q[kPanels][2];
@@ -47,48 +43,37 @@ static inline void multiply_group(const uint8_t* const (&data)[kPanels], const i
   }
 }
 
-// Adds what a row's second bytes contribute. Row by row: which groups have them differs from row to row, except for a
-// few channels. Integer sums may be split at will, here in two, for their latency.
-template <int kPanels, Form kForm, int kChunks>
-static inline void add_second_bytes(const LinearArgs& a, const uint8_t* const (&data)[kPanels], int row, int panel,
-                                    V16 (&acc)[kPanels]) {
-  const PackedMatrix& w = *a.w;
-  const int64_t quants = padded32(w.k) / kQuant;
-  const int8_t* x = first_bytes(a.prepared, w.k) + row * a.ld_prepared * 2 + quants * kQuant;
-  const RowScales s = row_scales(a.sums + row * a.ld_sums, quants);
-  constexpr int kPerQuant = kQuant / (kChunks * 8);
-  for (int64_t word = 0; word < (quants + 31) / 32; ++word) {
-    for (uint32_t marked = s.marked[word]; marked != 0; marked &= marked - 1) {
-      const int quant = (int)word * 32 + __builtin_ctz(marked);
-      for (int g = quant * kPerQuant; g < (quant + 1) * kPerQuant; ++g) {
-        __m512i part[kPanels][2];
-        for (int p = 0; p < kPanels; ++p) part[p][0] = part[p][1] = _mm512_setzero_si512();
-        for (int c = g * kChunks; c < (g + 1) * kChunks; ++c)
-#pragma GCC unroll 4
-          for (int p = 0; p < kPanels; ++p) {
-            __m512i q[2];
-            load_chunk<kForm, false>(data[p], c, 0, q);
-            part[p][0] = _mm512_dpbusd_epi32(part[p][0], q[0], broadcast_bytes(x + c * 8));
-            part[p][1] = _mm512_dpbusd_epi32(part[p][1], q[1], broadcast_bytes(x + c * 8 + 4));
-          }
-#pragma GCC unroll 4
-        for (int p = 0; p < kPanels; ++p) {
-          const V16 both = load_scale(w.panel_scales(panel + p), (size_t)g, w.half_scales) * V16::set1(s.second[quant]);
-          acc[p] = fma({_mm512_cvtepi32_ps(_mm512_add_epi32(part[p][0], part[p][1]))}, both, acc[p]);
-        }
-      }
-    }
-  }
+static inline __m512i scale_times_fraction(V16 scale, int fraction) {
+  return _mm512_castps_si512((scale * V16::set1(1.0f + (float)fraction / 256.0f)).v);
 }
 
-template <int kRows, int kPanels, Form kForm, int kChunks, bool kPrefetch>
-static inline void int8_tile(const LinearArgs& a, int row, int panel) {
+// What all tiles of a wide batch share.
+struct WideBatch {
+  const __m512i* scales;  // of multiply_scales
+  // Lines of the next panels that are still to be asked for: a few with each group, since a burst of them would fill
+  // the queue of misses and hold up the products.
+  const char *next, *next_end;
+};
+
+// The scales of kPanels panels times every mantissa of a step, [group][panel][fraction][16].
+template <int kPanels>
+static inline void multiply_scales(const PackedMatrix& w, int panel, __m512i* out) {
+  for (int g = 0; g < w.groups; ++g)
+    for (int p = 0; p < kPanels; ++p) {
+      const V16 scale = load_scale(w.panel_scales(panel + p), (size_t)g, w.half_scales);
+      for (int f = 0; f < 256; f += kNextFraction) _mm512_store_si512(out++, scale_times_fraction(scale, f));
+    }
+}
+
+// kZero: the packed integer that means 0. kMin: weights have a minimum. kWide: `wide` is there, else null.
+template <int kRows, int kPanels, Form kForm, int kChunks, int kZero, bool kMin, bool kHalf, bool kPrefetch, bool kWide>
+static inline void int8_tile(const LinearArgs& a, int row, int panel, WideBatch* wide) {
   const PackedMatrix& w = *a.w;
-  const int64_t ld = a.ld_prepared * 2, quants = padded32(w.k) / kQuant;
-  const int8_t* x = first_bytes(a.prepared, w.k) + row * ld;
-  const float* sums = a.sums + row * a.ld_sums;
-  const RowScales s = row_scales(sums, quants);
+  const int64_t ld = a.ld_prepared * 2;
+  const int8_t* x = row_bytes(a.prepared, w.k) + row * ld;
+  const RowSums s = row_sums(a.sums + row * a.ld_sums, w.k);
   const float* total = kChunks * 8 == kQuant ? s.total32 : s.total16;
+  const int32_t* zeros = kChunks * 8 == kQuant ? s.zeros32 : s.zeros16;
   const size_t ahead = prefetch_distance(w, kPanels);
   const uint8_t* data[kPanels];
   for (int p = 0; p < kPanels; ++p) data[p] = w.panel(panel + p);
@@ -96,61 +81,142 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
   for (int m = 0; m < kRows; ++m)
     for (int p = 0; p < kPanels; ++p) acc[m][p] = V16::zero();
   for (int g = 0; g < w.groups; ++g) {
-    __m512i part[kRows][kPanels];
-    if constexpr (kRows >= 5) {  // the rows of the next tile, into the first cache
-#pragma GCC unroll 8
-      for (int m = 0; m < kRows; ++m) {
-        _mm_prefetch((const char*)(x + (kRows + m) * ld + g * kChunks * 8), _MM_HINT_T0);
+    if constexpr (kWide) {
+      if (wide->next < wide->next_end) {
+        _mm_prefetch(wide->next, _MM_HINT_T1);
+        _mm_prefetch(wide->next + 64, _MM_HINT_T1);
+        wide->next += 128;
       }
-      _mm_prefetch((const char*)(s.first + (kRows + g % kRows) * a.ld_sums) + (g / kRows) * 64, _MM_HINT_T0);
-      _mm_prefetch((const char*)(total + (kRows + g % kRows) * a.ld_sums) + (g / kRows) * 64, _MM_HINT_T0);
+    }
+    __m512i part[kRows][kPanels];
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+      __m512i start = _mm512_setzero_si512();
+      if constexpr (kZero != 0) start = _mm512_set1_epi32(zeros[m * a.ld_sums + g]);
+      if constexpr (kZero == 128) start = _mm512_slli_epi32(start, 4);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) part[m][p] = start;
     }
     multiply_group<kRows, kPanels, kForm, kChunks, kPrefetch>(data, x, ld, g * kChunks, ahead, part);
     const int quant = g * kChunks * 8 / kQuant;
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
-      const V16 scale = load_scale(w.panel_scales(panel + p), (size_t)g, w.half_scales);
-      V16 offset = w.has_min ? load_scale(w.panel_mins(panel + p), (size_t)g, w.half_scales) : V16::zero();
-      if (w.zero != 0) offset = fma(V16::set1(-(float)w.zero), scale, offset);
+      V16 scale = V16::zero(), min = V16::zero();
+      if constexpr (!kWide) scale = load_scale(w.panel_scales(panel + p), (size_t)g, kHalf);
+      if constexpr (kMin) min = load_scale(w.panel_mins(panel + p), (size_t)g, kHalf);
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) {
-        const V16 both = scale * V16::set1(s.first[m * a.ld_sums + quant]);
-        acc[m][p] = fma({_mm512_cvtepi32_ps(part[m][p])}, both, acc[m][p]);
-        acc[m][p] = fma(V16::set1(total[m * a.ld_sums + g]), offset, acc[m][p]);
+        const int64_t at = m * a.ld_sums + quant;
+        __m512i both;
+        if constexpr (kWide) {
+          both = _mm512_load_si512((const char*)(wide->scales + (g * kPanels + p) * kFractions) + s.fractions[at]);
+        } else {
+          both = scale_times_fraction(scale, s.fractions[at]);
+        }
+        both = _mm512_add_epi32(both, _mm512_set1_epi32(s.exponents[at]));
+        acc[m][p] = fma({_mm512_cvtepi32_ps(part[m][p])}, {_mm512_castsi512_ps(both)}, acc[m][p]);
+        if constexpr (kMin) acc[m][p] = fma(V16::set1(total[m * a.ld_sums + g]), min, acc[m][p]);
       }
     }
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < kRows; ++m) add_second_bytes<kPanels, kForm, kChunks>(a, data, row + m, panel, acc[m]);
   for (int p = 0; p < kPanels; ++p) {
     const int column = (panel + p) * 16, left = lanes_left(w.n, column);
     for (int m = 0; m < kRows; ++m) {
+      acc[m][p] = acc[m][p] * V16::set1(s.unit[m * a.ld_sums]);
       if (a.bias) acc[m][p] = acc[m][p] + V16::load_partial(a.bias + column, left);
-      acc[m][p].store_partial(a.y + (size_t)(row + m) * a.ldy + (panel + p - a.first_panel) * 16, left);
+      float* const out = a.y + (size_t)(row + m) * a.ldy + (panel + p - a.first_panel) * 16;
+      left == 16 ? acc[m][p].store(out) : acc[m][p].store_partial(out, left);
     }
   }
 }
 
+// Adds the products of the rows' large values to what is in y. kWhole: no panel ends early. A masked store would hold
+// up the load of the same row's next value.
+template <int kPanels, Form kForm, int kChunks, int kZero, bool kWhole>
+static inline void add_large_values(const LinearArgs& a, int panel) {
+  const PackedMatrix& w = *a.w;
+  const __m512i zero = _mm512_set1_epi32(kZero), mask = _mm512_set1_epi32(kForm == Form::kQ4 ? 15 : 255);
+  const uint8_t *data[kPanels], *scales[kPanels];
+  for (int p = 0; p < kPanels; ++p) {
+    data[p] = w.panel(panel + p);
+    scales[p] = w.panel_scales(panel + p);
+  }
+  float* const y = a.y + (panel - a.first_panel) * 16 - a.first_row * a.ldy;
+  for (const LargeValue *v = a.large + a.large_starts[0], *end = a.large + a.large_starts[a.rows]; v != end; ++v) {
+    const Place at = place_of<kForm>((uint32_t)v->k);
+    const size_t group = (uint32_t)v->k / (kChunks * 8);
+    const V16 value = V16::set1(v->value);
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; ++p) {
+      const __m512i words = _mm512_srl_epi32(_mm512_loadu_si512(data[p] + at.offset), _mm_cvtsi32_si128(at.shift));
+      const V16 q = {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(words, mask), zero))};
+      const V16 weight = q * load_scale(scales[p], group, w.half_scales);
+      float* const out = y + v->row * a.ldy + p * 16;
+      if constexpr (kWhole) {
+        fma(value, weight, V16::load(out)).store(out);
+      } else {
+        const int left = lanes_left(w.n, (panel + p) * 16);
+        fma(value, weight, V16::load_partial(out, left)).store_partial(out, left);
+      }
+    }
+  }
+}
+
+// Rows from which on scales are multiplied beforehand.
+static constexpr int kWideRows = 24;
+
 // Two panels with every row; with one or two rows four, whose streams memory answers 10 % faster together.
-template <Form kForm, int kChunks>
-static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end) {
+template <int kPanels, Form kForm, int kChunks, int kZero>
+static inline void add_large_values(const LinearArgs& a, int panel) {
+  (panel + kPanels) * 16 <= a.w->n ? add_large_values<kPanels, kForm, kChunks, kZero, true>(a, panel)
+                                   : add_large_values<kPanels, kForm, kChunks, kZero, false>(a, panel);
+}
+
+template <Form kForm, int kChunks, int kZero, bool kMin, bool kHalf>
+static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end, __m512i* scales) {
   int p = panel_begin;
   if (a.rows <= 2)
-    for (; p + 4 <= panel_end; p += 4)
-      a.rows == 1 ? int8_tile<1, 4, kForm, kChunks, true>(a, 0, p) : int8_tile<2, 4, kForm, kChunks, true>(a, 0, p);
+    for (; p + 4 <= panel_end; p += 4) {
+      a.rows == 1 ? int8_tile<1, 4, kForm, kChunks, kZero, kMin, kHalf, true, false>(a, 0, p, nullptr)
+                  : int8_tile<2, 4, kForm, kChunks, kZero, kMin, kHalf, true, false>(a, 0, p, nullptr);
+    }
   const auto panels = [&](auto count) {
-    in_row_tiles(a.rows, [&](int row, auto rows) {
+    const char* const next = (const char*)a.w->panel(p + count.value);
+    WideBatch wide{scales, next, next + count.value * a.w->panel_bytes};
+    if (a.rows >= kWideRows) multiply_scales<count.value>(*a.w, p, scales);
+    in_row_tiles<kTileRows8>(a.rows, [&](int row, auto rows) {
+      if constexpr (rows.value >= 4) {
+        if (a.rows >= kWideRows)
+          return int8_tile<rows.value, count.value, kForm, kChunks, kZero, kMin, kHalf, false, true>(a, row, p, &wide);
+      }
       // The first tile asks for the next panels; the others find theirs in the cache.
-      row == 0 ? int8_tile<rows.value, count.value, kForm, kChunks, true>(a, row, p)
-               : int8_tile<rows.value, count.value, kForm, kChunks, false>(a, row, p);
+      row == 0
+          ? int8_tile<rows.value, count.value, kForm, kChunks, kZero, kMin, kHalf, true, false>(a, row, p, nullptr)
+          : int8_tile<rows.value, count.value, kForm, kChunks, kZero, kMin, kHalf, false, false>(a, row, p, nullptr);
     });
   };
   for (; p + 2 <= panel_end; p += 2) panels(std::integral_constant<int, 2>{});
   for (; p < panel_end; ++p) panels(std::integral_constant<int, 1>{});
+  if (a.large_starts[0] == a.large_starts[a.rows]) return;
+  for (p = panel_begin; p + 4 <= panel_end; p += 4) add_large_values<4, kForm, kChunks, kZero>(a, p);
+  for (; p < panel_end; ++p) add_large_values<1, kForm, kChunks, kZero>(a, p);
 }
 
 template <Form kForm>
-static void linear_int8(const LinearArgs& a, int panel_begin, int panel_end) {
-  a.w->group == kQuant ? linear_in_groups<kForm, 4>(a, panel_begin, panel_end)
-                       : linear_in_groups<kForm, 2>(a, panel_begin, panel_end);
+static void linear_int8(const LinearArgs& a, int panel_begin, int panel_end, void* scratch) {
+  __m512i* const scales = (__m512i*)(((uintptr_t)scratch + 63) / 64 * 64);
+  const PackedMatrix& w = *a.w;
+  const auto run = [&](auto chunks, auto min, auto half) {
+    constexpr int kZero = kForm == Form::kQ8x4 ? 128 : min.value ? 0 : 8;
+    linear_in_groups<kForm, chunks.value, kZero, min.value, half.value>(a, panel_begin, panel_end, scales);
+  };
+  using C4 = std::integral_constant<int, 4>;
+  using C2 = std::integral_constant<int, 2>;
+  if (w.group == kQuant) {
+    w.has_min
+        ? w.half_scales ? run(C4{}, std::true_type{}, std::true_type{}) : run(C4{}, std::true_type{}, std::false_type{})
+        : run(C4{}, std::false_type{}, std::true_type{});
+  } else if constexpr (kForm == Form::kQ8x4) {
+    w.has_min ? run(C2{}, std::true_type{}, std::false_type{}) : run(C2{}, std::false_type{}, std::false_type{});
+  }
 }

@@ -29,13 +29,24 @@ static size_t linear_scratch_bytes(int k) { return (size_t)k * 64; }
 
 #if defined(OCTAVO_ISA_VNNI)
 static constexpr EightBits kEightBits = EightBits::kQuads;
-static constexpr int kPreparedValueBytes = 4;  // bf16 and two times int8
+static constexpr int kPreparedValueBytes = 3;  // bf16 and int8
 #elif defined(OCTAVO_ISA_AVX2)
 static constexpr EightBits kEightBits = EightBits::kQuads;
-static constexpr int kPreparedValueBytes = 2;  // two times int8
+static constexpr int kPreparedValueBytes = 1;  // int8
 #else
 static constexpr EightBits kEightBits = EightBits::kPairs;
 static constexpr int kPreparedValueBytes = 2;
+#endif
+
+// Weights in 8-bit products stay packed: a block of rows costs nothing but reading them again, and stays in the second
+// cache. Others unpack a panel for all rows.
+static constexpr int kRowBlock = kEightBits == EightBits::kQuads ? 128 : 1 << 30;
+
+static constexpr auto kGatherLarge =
+#if defined(OCTAVO_ISA_VNNI) || (defined(OCTAVO_ISA_AVX2) && !defined(OCTAVO_ISA_AVX512))
+    gather_large;
+#else
+    (int (*)(const float*, int64_t, int, int, LargeValue*, int32_t*)) nullptr;
 #endif
 
 // clang-format off
@@ -43,8 +54,10 @@ static const Kernels kKernels = {
     OCTAVO_ISA_NAME,
     kEightBits,
     kPreparedValueBytes,
+    kRowBlock,
     preparation,
     prepare_row,
+    kGatherLarge,
     linear_scratch_bytes,
     linear,
     unpack_panel,

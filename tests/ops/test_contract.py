@@ -109,36 +109,76 @@ def apart(fmt: str, isa: str, x: np.ndarray) -> np.ndarray:
 
 
 def half_steps(x: np.ndarray) -> np.ndarray:
-    """Most that each value errs in 8 bits: half of its group's largest magnitude / 127, and the rounding of that."""
+    """Most that each value errs in 8 bits: half of its group's step, and the rounding of that.
+
+    The step is the largest magnitude / 127, rounded up to two bits of mantissa; values above 5.2 times the row's root
+    mean square stay floats, and have none.
+    """
     rows, cols = x.shape
-    padded = np.zeros((rows, -(-cols // 32) * 32), dtype=np.float32)
-    padded[:, :cols] = np.abs(x)
-    largest = padded.reshape(rows, -1, 32).max(axis=2)
-    return np.repeat(largest / 254 * (1 + 2.0**-16), 32, axis=1)[:, :cols]
+    magnitude = np.zeros((rows, -(-cols // 32) * 32), dtype=np.float32)
+    magnitude[:, :cols] = np.abs(x)
+    large = magnitude > 5.2 * np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=1, keepdims=True))
+    large &= magnitude.max(axis=1, keepdims=True) >= 1e-15  # else the mean of squares is none
+    largest = np.where(large, np.float32(0), magnitude).reshape(rows, -1, 32).max(axis=2) / np.float32(127)
+    rest = np.int32(2**21 - 1)
+    steps = ((largest.view(np.int32) + rest) & ~rest).view(np.float32)
+    return np.where(large, 0.0, np.repeat(steps / 2 * (1 + 2.0**-16), 32, axis=1))[:, :cols]
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in INT8_PRODUCTS])
+INT8_ISAS = [isa for isa in ISAS if isa in INT8_PRODUCTS]
+
+
+@pytest.mark.parametrize("isa", INT8_ISAS)
 @pytest.mark.parametrize("fmt", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
-def test_large_values_keep_the_resolution_of_the_rest(fmt: str, isa: str) -> None:
-    """Groups with a value far above the row's root mean square get second bytes: 1/254 of the error, in any batch."""
+@pytest.mark.parametrize("unit", [1.0, 1e-30, 1e15])
+def test_large_values_keep_the_resolution_of_the_rest(unit: float, fmt: str, isa: str) -> None:
+    """A value far above the row's root mean square is multiplied as a float, in any batch."""
     op = OPS["linear"]
     rng = np.random.default_rng(6)
     num_out, cols = 83, 1024
     data = random_matrix(rng, fmt, num_out, cols)
-    x = rng.standard_normal((9, cols), dtype=np.float32)
-    large = [(r, c) for r in range(9) for c in (3, 40 + 32 * r, 700)]
-    for r, c in large:
-        x[r, c] = 100.0
+    x = rng.standard_normal((31, cols), dtype=np.float32)
+    for r in range(31):
+        x[r, [3, 40 + 30 * r, 700, 701]] = 100.0, -80.0, 90.0, 100.0
+    x[7] = 0.0
+    x[8, 5:] = 0.0
+    x *= np.float32(unit)
     inputs = {"x": x, "weight": FORMATS[fmt].unpack(data).reshape(num_out, cols), "bias": np.zeros(num_out, np.float32)}
-    steps = half_steps(x)
-    for r, c in large:
-        steps[r, c // 32 * 32 : c // 32 * 32 + 32] /= 254 / 1.01
-    tolerance = op.tolerance(inputs, 0.0) + steps @ np.abs(inputs["weight"]).T
+    tolerance = op.tolerance(inputs, 0.0) + half_steps(x) @ np.abs(inputs["weight"]).T
     together = run_linear(isa, fmt, data, (num_out, cols), inputs)
     assert_close(together, op.reference(**inputs), tolerance + apart(fmt, isa, x))
-    for rows in (1, 2, 5, 8):
+    for rows in (1, 2, 5, 8, 23):
         part = run_linear(isa, fmt, data, (num_out, cols), {"x": x[:rows], "bias": inputs["bias"]}, threads=1)
         np.testing.assert_array_equal(part, together[:rows])
+
+
+@pytest.mark.parametrize("isa", INT8_ISAS)
+@pytest.mark.parametrize("fmt", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_no_number_stays_none_and_in_its_row(value: float, fmt: str, isa: str) -> None:
+    rng = np.random.default_rng(7)
+    data = random_matrix(rng, fmt, 20, 256)
+    x = rng.standard_normal((4, 256), dtype=np.float32)
+    bias = np.zeros(20, np.float32)
+    expected = run_linear(isa, fmt, data, (20, 256), {"x": x, "bias": bias})
+    x[2, 100] = value
+    result = run_linear(isa, fmt, data, (20, 256), {"x": x, "bias": bias})
+    assert not np.isfinite(result[2]).any()
+    np.testing.assert_array_equal(result[[0, 1, 3]], expected[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("isa", INT8_ISAS)
+@pytest.mark.parametrize("fmt", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_scale_that_is_no_number_shows(scale: float, fmt: str, isa: str) -> None:
+    """Exponents are added to scales, which would make a number of it."""
+    rng = np.random.default_rng(8)
+    data = random_matrix(rng, fmt, 20, 64).reshape(20, -1)
+    data[3, :2] = np.array([scale], np.float16).view(np.uint8)
+    x = np.abs(rng.standard_normal((30, 64), dtype=np.float32)) + 1
+    result = run_linear(isa, fmt, data.reshape(-1), (20, 64), {"x": x, "bias": np.zeros(20, np.float32)})
+    assert not np.isfinite(result[:, 3]).any()
+    assert np.isfinite(np.delete(result, 3, axis=1)).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
