@@ -177,7 +177,7 @@ nb::tuple execute(Program& p, int vocab_size, Array1<int32_t> token_ids, Array1<
                   Array1<int32_t> row_start, Array1<int32_t> table_start, Array1<int32_t> block_ids,
                   Array2<int32_t> copies, Array1<int32_t> output_tokens, Array2<float> floats, Array2<int32_t> ints,
                   Array1<uint64_t> seeds, Array1<int32_t> ids, Array1<float> bias_values,
-                  std::optional<Array1<int32_t>> mask_rows, std::optional<Array2<uint32_t>> masks) {
+                  std::optional<Array1<int32_t>> mask_rows, std::optional<Array2<uint32_t>> masks, bool all_rows) {
   const StepArrays s{token_ids, positions, row_start, table_start, block_ids,   copies,    output_tokens,
                      floats,    ints,      seeds,     ids,         bias_values, mask_rows, masks};
   check_rows(p, s);
@@ -202,7 +202,8 @@ nb::tuple execute(Program& p, int vocab_size, Array1<int32_t> token_ids, Array1<
                top_stride,
                results.data(),
                top_ids.data(),
-               top_logprobs.data()};
+               top_logprobs.data(),
+               all_rows};
   {
     nb::gil_scoped_release release;
     p.execute(in);
@@ -303,7 +304,8 @@ void bind_program(nb::module_& m) {
       .def("gather", [](Program& p, PyView x, PyView out) { p.gather(to_view(x), to_view(out)); })
       .def("sample", [](Program& p, PyView logits) { p.sample(to_view(logits)); })
       .def("execute", &execute, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), "mask_rows"_a = nb::none(), "masks"_a = nb::none())
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), "mask_rows"_a = nb::none(), "masks"_a = nb::none(),
+           "all_rows"_a = false)
       .def(
           "buffer",
           [](Program& p, int i) {

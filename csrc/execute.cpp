@@ -49,16 +49,35 @@ void Program::plan_tiles(const StepInput& in) {
   });
 }
 
-void Program::execute(const StepInput& in) {
+// Moves the rows of outputs to the front of the tail's inputs; false where all rows are wanted.
+bool Program::pack_outputs(const StepInput& in) {
+  if (in.all_rows || in.num_outputs >= in.num_tokens) return false;
+  for (int i = 1; i < in.num_outputs; ++i)
+    if (in.output_tokens[i] <= in.output_tokens[i - 1]) return false;  // a row would overwrite one still to be moved
+  for (const View& v : tail_inputs_)
+    for (int i = 0; i < in.num_outputs; ++i)
+      if (in.output_tokens[i] != i) memcpy(at(v, i), at(v, in.output_tokens[i]), (size_t)v.width * 4);
+  return true;
+}
+
+void Program::execute(const StepInput& all) {
+  StepInput in = all;
   copy_blocks(in);
   plan_tiles(in);
-  const int split = gather_at_ < 0 ? (int)ops_.size() : gather_at_;
   const auto timed = [&](const Op& op, int rows, int first_output) {
     const double start = seconds_now();
     run(op, in, rows, first_output);
     op_seconds_[(int)op.code] += seconds_now() - start;
   };
-  for (int i = 0; i < split; ++i) timed(ops_[i], in.num_tokens, 0);
+  const int split = gather_at_ < 0 ? (int)ops_.size() : gather_at_;
+  int rows = in.num_tokens;
+  for (int i = 0; i < split; ++i) {
+    if (i == tail_at_ && pack_outputs(in)) {
+      rows = in.num_outputs;
+      in.output_tokens = in_order_.data();
+    }
+    timed(ops_[i], rows, 0);
+  }
   for (int first = 0; first < in.num_outputs; first += output_rows_)
     for (int i = split; i < (int)ops_.size(); ++i)
       timed(ops_[i], std::min(output_rows_, in.num_outputs - first), first);
@@ -169,9 +188,7 @@ int Program::panels_per_item(const Op& op, int rows) const {
   int panels = 0;
   for (const LinearPart& p : op.parts) panels += matrices_[p.matrix].panels;
   const int blocks = (rows + kernels_->row_block - 1) / kernels_->row_block;
-  // One or two rows: four panels at a time, six where that leaves no thread without work at the end.
-  if (rows <= 2) return panels % (6 * pool_.size()) == 0 ? 6 : 4;
-  int step = 2;
+  int step = rows <= 16 ? 4 : 2;  // as many as the kernels take at a time
   while (panels * blocks >= step * pool_.size() * 32) step *= 2;
   return step;
 }

@@ -229,6 +229,16 @@ void place_integers(PackedMatrix& m, uint8_t* out, const Decoded& d, int first_k
   }
 }
 
+// Makes 1 x 0 of 0 x q: kernels add to the exponent of scales.
+void spare_zero_scales(const FormatInfo& info, Decoded& d) {
+  for (int g = 0; g < info.block_len / info.group; ++g) {
+    if (info.half_scales ? (d.scale16 & 0x7fffu) != 0 : d.scale[g] != 0.0f) continue;
+    memset(d.q + g * info.group, 0, (size_t)info.group);
+    d.scale16 = 0x3c00;
+    d.scale[g] = 1.0f;
+  }
+}
+
 void pack_quantised(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p) {
   uint8_t* out = m.data.get() + (size_t)p * m.panel_bytes;
   uint8_t* scales = out + m.value_bytes;
@@ -242,8 +252,9 @@ void pack_quantised(PackedMatrix& m, const FormatInfo& info, const uint8_t* sour
       if (column < m.n) {
         decode_block(info.format, row + (size_t)b * info.block_bytes, d);
       } else {
-        memset(&d, 0, sizeof d);  // columns beyond n: zero scales make zero weights
+        memset(&d, 0, sizeof d);  // columns beyond n: zero weights
       }
+      spare_zero_scales(info, d);
       place_integers(m, out, d, b * info.block_len, info.block_len, c);
       for (int g = 0; g < per_block; ++g) {
         const size_t at = (size_t)(b * per_block + g) * 16 + c;

@@ -108,7 +108,7 @@ struct Kernels {
 inline int64_t large_per_row(int k) { return k / 25 + 1; }
 
 // Floats that prepare_row has room for in `sums` for a row of k values.
-inline int64_t sums_per_row(int k) { return ((int64_t)k + 255) / 256 * 64 + 2 + 2 * large_per_row(k); }
+inline int64_t sums_per_row(int k) { return ((int64_t)k + 255) / 256 * 72 + 2 + 2 * large_per_row(k); }
 
 // Bytes of one block's keys and values of one head. Kernels lay them out as they like within: keys take
 // head_dim rounded up to 32 values per token, values head_dim rounded up to 16. In 8 bits, keys and values of a token

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
 namespace octavo {
@@ -280,6 +281,28 @@ void Program::gather(View x, View out) {
   Op& op = append(OpCode::kGather);
   op.a = x;
   op.out = out;
+  find_tail();
+}
+
+void Program::find_tail() {
+  for (int i = 0; i < gather_at_; ++i)
+    if (ops_[i].code == OpCode::kAttention) tail_at_ = i + 1;
+  if (tail_at_ < 0) return;
+  std::vector<int> written;
+  const auto read = [&](const View& v) {
+    if (std::find(written.begin(), written.end(), v.buffer) != written.end()) return;
+    for (const View& known : tail_inputs_)
+      if (known.buffer == v.buffer && known.offset == v.offset && known.width == v.width) return;
+    tail_inputs_.push_back(v);
+  };
+  for (int i = tail_at_; i <= gather_at_; ++i) {
+    const Op& op = ops_[i];
+    read(op.a);
+    if (op.code == OpCode::kAddRmsNorm || op.code == OpCode::kAdd) read(op.b);
+    if (op.code != OpCode::kAdd) written.push_back(op.out.buffer);
+  }
+  in_order_.resize((size_t)max_tokens_);
+  std::iota(in_order_.begin(), in_order_.end(), 0);
 }
 
 void Program::sample(View logits) {

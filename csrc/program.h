@@ -46,6 +46,7 @@ struct StepInput {
   SampleOut* results;            // [num_outputs]
   int32_t* top_ids;              // [num_outputs][top_stride]
   float* top_logprobs;
+  bool all_rows;  // the buffer that gather() reads must hold every row of the step, not only those of outputs
 };
 
 enum class OpCode : int {
@@ -166,6 +167,8 @@ class Program {
   template <class F>
   void for_rows(int rows, int cost, const F& f);
 
+  void find_tail();
+  bool pack_outputs(const StepInput& in);
   void copy_blocks(const StepInput& in);
   void plan_tiles(const StepInput& in);
   void run(const Op& op, const StepInput& in, int rows, int first_output);
@@ -195,7 +198,12 @@ class Program {
   std::vector<std::vector<float>> vectors_;
   std::vector<Buffer> buffers_;
   std::vector<Op> ops_;
-  int gather_at_ = -1;  // index of the gather op; the ops behind it run in chunks of output_rows_ rows
+  // Behind the last attention only rows of outputs matter: from this op to the gather only they are computed, packed
+  // together in the views that these ops find written.
+  int tail_at_ = -1;
+  std::vector<View> tail_inputs_;
+  std::vector<int32_t> in_order_;  // 0, 1, 2, ...
+  int gather_at_ = -1;             // index of the gather op; the ops behind it run in chunks of output_rows_ rows
   std::vector<float> cos_, sin_;
   int rope_positions_ = 0, rope_half_ = 0;
   KvShape kv_;

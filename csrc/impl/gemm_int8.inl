@@ -18,9 +18,9 @@ static constexpr int kQuant = 32;  // values of a row that share a step
 // A value is large if its magnitude exceeds this many times the row's root mean square.
 static constexpr float kLargeValue = 5.2f;
 static constexpr int kFractionBits = 2, kFractions = 1 << kFractionBits;  // of a step's mantissa
-static constexpr int kNextFraction = 256 / kFractions;                    // a vector's bytes: they index, too
-// Steps are taken relative to the row's unit, from 1 to 2^kMostShift: an exponent that only grows is safe to add even
-// to a scale of zero, which becomes 2^-100 or so.
+
+// Steps are taken relative to the row's unit, from 1 to 2^kMostShift, so that products with scales stay normal floats.
+// No scale is zero (see pack_panel) or infinite, which adding to an exponent would make a number of.
 static constexpr int kMostShift = 24;
 
 static inline int64_t padded_quants(int k) { return ((int64_t)k + 8 * kQuant - 1) / (8 * kQuant) * 8; }
@@ -28,25 +28,27 @@ static inline int64_t padded_quants(int k) { return ((int64_t)k + 8 * kQuant - 1
 // What a prepared row leaves in `sums`, next to its bytes; sums over groups are of what the bytes stand for and of the
 // large values. Every array has room for whole vectors.
 struct RowSums {
-  const int32_t* exponents;  // [groups of 32] of the step, relative to the unit, where a float keeps it
+  const int32_t* exponents;  // [groups of 32] of the step in units, where a float keeps it
   const int32_t* fractions;  // [groups of 32] of the step: its mantissa is 1 + fraction / 256
   const float* total32;      // [groups of 32] sums in units
   const float* total16;      // [groups of 16] the same
   const int32_t* zeros32;    // [groups of 32] -8 times the sum of bytes
   const int32_t* zeros16;    // [groups of 16] the same
+  const float* steps;        // [groups of 32] in units
   const float* unit;         // a power of two
   const int32_t* num_large;
   const float* large;  // [num_large][2] place (an integer), value
 };
 static inline RowSums row_sums(const float* sums, int k) {
   const int64_t quants = padded_quants(k);
-  const float* rest = sums + 8 * quants;
+  const float* rest = sums + 9 * quants;
   return {(const int32_t*)sums,
           (const int32_t*)(sums + quants),
           sums + 2 * quants,
           sums + 3 * quants,
           (const int32_t*)(sums + 5 * quants),
           (const int32_t*)(sums + 6 * quants),
+          sums + 8 * quants,
           rest,
           (const int32_t*)(rest + 1),
           rest + 2};
@@ -133,7 +135,8 @@ class RowPreparation {
     total16_ = total32_ + padded;
     zeros32_ = (int32_t*)(total16_ + 2 * padded);
     zeros16_ = zeros32_ + padded;
-    rest_ = (float*)(zeros16_ + 2 * padded);
+    steps_ = (float*)(zeros16_ + 2 * padded);
+    rest_ = steps_ + padded;
   }
 
   void run() {
@@ -225,15 +228,14 @@ class RowPreparation {
     _mm256_storeu_si256((__m256i*)(exponents_ + g), _mm256_sub_epi32(exponent, base));
     const __m256i fraction = _mm256_and_si256(_mm256_srli_epi32(step, 23 - 8), _mm256_set1_epi32(255));
     _mm256_storeu_si256((__m256i*)(fractions_ + g), fraction);
-    float in_units[8];
-    _mm256_storeu_ps(in_units,
-                     _mm256_castsi256_ps(_mm256_add_epi32(_mm256_sub_epi32(step, base), _mm256_set1_epi32(kOne))));
+    const __m256i in_units = _mm256_add_epi32(_mm256_sub_epi32(step, base), _mm256_set1_epi32(kOne));
+    _mm256_storeu_ps(steps_ + g, _mm256_castsi256_ps(in_units));
     for (int half = 0; half < 8 && g + half < quants_; half += 4) {
       __m256i sums[4];
       for (int i = 0; i < 4; ++i) sums[i] = prepare_group(g + half + i, inverse[half + i]);
       sums[0] = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
       store_sums(g + half, _mm256_castsi256_si128(sums[0]), _mm256_extracti128_si256(sums[0], 1),
-                 _mm_loadu_ps(in_units + half));
+                 _mm_loadu_ps(steps_ + g + half));
     }
   }
 
@@ -270,7 +272,7 @@ class RowPreparation {
   int k_, quants_;
   int8_t* bytes_;
   int32_t *exponents_, *fractions_, *zeros32_, *zeros16_;
-  float *total32_, *total16_, *rest_;
+  float *total32_, *total16_, *steps_, *rest_;
   float limit_ = 0.0f;
   int32_t base_ = 0, num_large_ = 0;
 };

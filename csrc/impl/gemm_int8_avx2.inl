@@ -76,10 +76,7 @@ static inline void add_group(const PackedMatrix& w, int panel, int half, int g, 
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
     const int64_t quant = m * ld_sums + g * kChunks * 8 / kQuant;
-    const __m256 step = _mm256_set1_ps(1.0f + (float)s.fractions[quant] / 256.0f);
-    const __m256i exponent = _mm256_set1_epi32(s.exponents[quant]);
-    const __m256 both =
-        _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(_mm256_mul_ps(scale, step)), exponent));
+    const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(s.steps[quant]));
     sums[m] = _mm256_fmadd_ps(group_sum<kForm>(part[m]), both, sums[m]);
   }
 }

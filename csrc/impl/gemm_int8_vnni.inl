@@ -43,10 +43,6 @@ static inline void multiply_group(const uint8_t* const (&data)[kPanels], const i
   }
 }
 
-static inline __m512i scale_times_fraction(V16 scale, int fraction) {
-  return _mm512_castps_si512((scale * V16::set1(1.0f + (float)fraction / 256.0f)).v);
-}
-
 // What all tiles of a wide batch share.
 struct WideBatch {
   const __m512i* scales;  // of multiply_scales
@@ -61,7 +57,8 @@ static inline void multiply_scales(const PackedMatrix& w, int panel, __m512i* ou
   for (int g = 0; g < w.groups; ++g)
     for (int p = 0; p < kPanels; ++p) {
       const V16 scale = load_scale(w.panel_scales(panel + p), (size_t)g, w.half_scales);
-      for (int f = 0; f < 256; f += kNextFraction) _mm512_store_si512(out++, scale_times_fraction(scale, f));
+      for (int f = 0; f < kFractions; ++f)
+        _mm512_store_ps(out++, (scale * V16::set1(1.0f + (float)f / kFractions)).v);
     }
 }
 
@@ -107,14 +104,15 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel, WideBatch*
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) {
         const int64_t at = m * a.ld_sums + quant;
-        __m512i both;
+        V16 both;  // the same bits either way
         if constexpr (kWide) {
-          both = _mm512_load_si512((const char*)(wide->scales + (g * kPanels + p) * kFractions) + s.fractions[at]);
+          const char* with_fractions = (const char*)(wide->scales + (g * kPanels + p) * kFractions);
+          const __m512i product = _mm512_load_si512(with_fractions + s.fractions[at]);
+          both = {_mm512_castsi512_ps(_mm512_add_epi32(product, _mm512_set1_epi32(s.exponents[at])))};
         } else {
-          both = scale_times_fraction(scale, s.fractions[at]);
+          both = scale * V16::set1(s.steps[at]);
         }
-        both = _mm512_add_epi32(both, _mm512_set1_epi32(s.exponents[at]));
-        acc[m][p] = fma({_mm512_cvtepi32_ps(part[m][p])}, {_mm512_castsi512_ps(both)}, acc[m][p]);
+        acc[m][p] = fma({_mm512_cvtepi32_ps(part[m][p])}, both, acc[m][p]);
         if constexpr (kMin) acc[m][p] = fma(V16::set1(total[m * a.ld_sums + g]), min, acc[m][p]);
       }
     }

@@ -40,7 +40,7 @@ static constexpr int kPreparedValueBytes = 2;
 
 // Weights in 8-bit products stay packed: a block of rows costs nothing but reading them again, and stays in the second
 // cache. Others unpack a panel for all rows.
-static constexpr int kRowBlock = kEightBits == EightBits::kQuads ? 128 : 1 << 30;
+static constexpr int kRowBlock = kEightBits == EightBits::kQuads ? 64 : 1 << 30;
 
 static constexpr auto kGatherLarge =
 #if defined(OCTAVO_ISA_VNNI) || (defined(OCTAVO_ISA_AVX2) && !defined(OCTAVO_ISA_AVX512))

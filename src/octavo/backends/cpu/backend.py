@@ -91,8 +91,10 @@ class CpuBackend:
         self._program.allocate_kv(num_blocks, self._poison)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        result = unflatten(plan, self._program.execute(self._spec.vocab_size, *flatten(plan)))
-        return self._pooler.pooled(plan, result) if any(row.pool is not None for row in plan.rows) else result
+        pools = any(row.pool is not None for row in plan.rows)
+        arrays = self._program.execute(self._spec.vocab_size, *flatten(plan), all_rows=pools)
+        result = unflatten(plan, arrays)
+        return self._pooler.pooled(plan, result) if pools else result
 
     def close(self) -> None:
         del self._program, self._pooler
