@@ -9,13 +9,20 @@
 static void store_kv_pairs(const float* k, const float* v, int head_dim, uint8_t* kv, int offset) {
   const int depth = padded32(head_dim);
   if (offset == 0) memset(kv, 0, kv_block_head_bytes(head_dim, KvType::kBf16));
-  uint32_t* keys = (uint32_t*)kv;
-  for (int d = 0; d < head_dim; d += 2) {
-    const uint32_t second = d + 1 < head_dim ? float_to_bf16(k[d + 1]) : 0u;
-    keys[(size_t)(d / 2) * 16 + offset] = float_to_bf16(k[d]) | second << 16;
-  }
+  uint32_t* keys = (uint32_t*)kv + offset;
   uint16_t* values = (uint16_t*)kv + (size_t)depth * 16 + (size_t)(offset / 2) * 32 + offset % 2;
-  for (int d = 0; d < head_dim; ++d) values[(size_t)(d / 16) * 256 + (size_t)(d % 16) * 2] = float_to_bf16(v[d]);
+  for (int d = 0; d < head_dim; d += 16) {
+    alignas(32) uint16_t key[16], value[16];
+    const int left = lanes_left(head_dim, d);
+    _mm256_store_si256((__m256i*)key, (__m256i)_mm512_cvtneps_pbh(V16::load_partial(k + d, left).v));
+    _mm256_store_si256((__m256i*)value, (__m256i)_mm512_cvtneps_pbh(V16::load_partial(v + d, left).v));
+    uint32_t pairs[8];
+    memcpy(pairs, key, sizeof pairs);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) keys[(size_t)(d / 2 + i) * 16] = pairs[i];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) values[(size_t)d * 16 + (size_t)i * 2] = value[i];
+  }
 }
 
 struct PairScratch {
