@@ -81,7 +81,7 @@ struct Kernels {
   void (*prepare_row)(const float* x, int k, int preparation, uint16_t* prepared, float* sums);
   // Writes the large values of prepared rows to `out` and where each row's begin to starts[rows + 1]; null where
   // prepared rows have none.
-  int (*gather_large)(const float* sums, int64_t ld_sums, int k, int rows, LargeValue* out, int32_t* starts);
+  void (*gather_large)(const float* sums, int64_t ld_sums, int k, int rows, LargeValue* out, int32_t* starts);
   size_t (*linear_scratch_bytes)(int k);
   void (*linear)(const LinearArgs& args, int panel_begin, int panel_end, void* scratch);
   // Floats of one panel as the kernels see them, [k][16].

@@ -16,14 +16,19 @@
 
 static constexpr int kQuant = 32;  // values of a row that share a step
 // A value is large if its magnitude exceeds this many times the row's root mean square.
+// On the default model 2 values of 576 and 7 of 1,536 are; mean coarse KL 0.0010 (with a limit of 6: 0.0012).
 static constexpr float kLargeValue = 5.2f;
 static constexpr int kFractionBits = 2, kFractions = 1 << kFractionBits;  // of a step's mantissa
-
 // Steps are taken relative to the row's unit, from 1 to 2^kMostShift, so that products with scales stay normal floats.
 // No scale is zero (see pack_panel) or infinite, which adding to an exponent would make a number of.
 static constexpr int kMostShift = 24;
 
 static inline int64_t padded_quants(int k) { return ((int64_t)k + 8 * kQuant - 1) / (8 * kQuant) * 8; }
+
+struct RowLarge {
+  int32_t k;
+  float value;
+};
 
 // What a prepared row leaves in `sums`, next to its bytes; sums over groups are of what the bytes stand for and of the
 // large values. Every array has room for whole vectors.
@@ -37,7 +42,7 @@ struct RowSums {
   const float* steps;        // [groups of 32] in units
   const float* unit;         // a power of two
   const int32_t* num_large;
-  const float* large;  // [num_large][2] place (an integer), value
+  const RowLarge* large;
 };
 static inline RowSums row_sums(const float* sums, int k) {
   const int64_t quants = padded_quants(k);
@@ -51,7 +56,7 @@ static inline RowSums row_sums(const float* sums, int k) {
           sums + 8 * quants,
           rest,
           (const int32_t*)(rest + 1),
-          rest + 2};
+          (const RowLarge*)(rest + 2)};
 }
 
 // A prepared row: bf16 values where there are products of them, then the bytes, [K32].
@@ -187,10 +192,7 @@ class RowPreparation {
   }
 
   void add_large(int k, float value) {
-    const int32_t place = k;
-    memcpy(rest_ + 2 + 2 * num_large_, &place, 4);
-    rest_[3 + 2 * num_large_] = value;
-    ++num_large_;
+    ((RowLarge*)(rest_ + 2))[num_large_++] = {k, value};
     const float in_units = value * float_of(2 * kOne - base_);
     total32_[k / 32] += in_units;
     total16_[k / 16] += in_units;
@@ -277,18 +279,14 @@ class RowPreparation {
   int32_t base_ = 0, num_large_ = 0;
 };
 
-static int gather_large(const float* sums, int64_t ld_sums, int k, int rows, LargeValue* out, int32_t* starts) {
+static void gather_large(const float* sums, int64_t ld_sums, int k, int rows, LargeValue* out, int32_t* starts) {
   int32_t num = 0;
   for (int row = 0; row < rows; ++row) {
     const RowSums s = row_sums(sums + row * ld_sums, k);
     starts[row] = num;
-    for (int i = 0; i < *s.num_large; ++i, ++num) {
-      out[num].row = row;
-      memcpy(&out[num].k, s.large + 2 * i, 8);
-    }
+    for (int i = 0; i < *s.num_large; ++i) out[num++] = {row, s.large[i].k, s.large[i].value};
   }
   starts[rows] = num;
-  return num;
 }
 
 // Calls f(first row, number of rows) for the fewest tiles of at most kMost rows, all nearly as high as each other

@@ -1,5 +1,5 @@
 // 8-bit products by vpdpbusd, four k at a time into 32-bit sums. It takes unsigned weights; what that adds to a signed
-// one (`zero` times the sum of x) is taken away with the minimum.
+// one (`zero` times the sum of x) is where the sums start from, taken away.
 
 static inline __m512i broadcast_bytes(const int8_t* x) {
   int32_t bits;
@@ -51,14 +51,16 @@ struct WideBatch {
   const char *next, *next_end;
 };
 
-// The scales of kPanels panels times every mantissa of a step, [group][panel][fraction][16].
-template <int kPanels>
+// Of kPanels panels, the scales times every mantissa of a step, and the minimum: [group][panel][kWideVectors][16].
+static constexpr int kWideVectors = kFractions + 1;
+template <int kPanels, bool kMin, bool kHalf>
 static inline void multiply_scales(const PackedMatrix& w, int panel, __m512i* out) {
   for (int g = 0; g < w.groups; ++g)
-    for (int p = 0; p < kPanels; ++p) {
-      const V16 scale = load_scale(w.panel_scales(panel + p), (size_t)g, w.half_scales);
+    for (int p = 0; p < kPanels; ++p, out += kWideVectors) {
+      const V16 scale = load_scale(w.panel_scales(panel + p), (size_t)g, kHalf);
       for (int f = 0; f < kFractions; ++f)
-        _mm512_store_ps(out++, (scale * V16::set1(1.0f + (float)f / kFractions)).v);
+        _mm512_store_ps(out + f, (scale * V16::set1(1.0f + (float)f / kFractions)).v);
+      if constexpr (kMin) _mm512_store_ps(out + kFractions, load_scale(w.panel_mins(panel + p), (size_t)g, kHalf).v);
     }
 }
 
@@ -99,15 +101,17 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel, WideBatch*
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
       V16 scale = V16::zero(), min = V16::zero();
+      const __m512i* const multiplied = kWide ? wide->scales + (g * kPanels + p) * kWideVectors : nullptr;
       if constexpr (!kWide) scale = load_scale(w.panel_scales(panel + p), (size_t)g, kHalf);
-      if constexpr (kMin) min = load_scale(w.panel_mins(panel + p), (size_t)g, kHalf);
+      if constexpr (kMin)
+        min = kWide ? V16{_mm512_load_ps(multiplied + kFractions)}
+                    : load_scale(w.panel_mins(panel + p), (size_t)g, kHalf);
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) {
         const int64_t at = m * a.ld_sums + quant;
         V16 both;  // the same bits either way
         if constexpr (kWide) {
-          const char* with_fractions = (const char*)(wide->scales + (g * kPanels + p) * kFractions);
-          const __m512i product = _mm512_load_si512(with_fractions + s.fractions[at]);
+          const __m512i product = _mm512_load_si512((const char*)multiplied + s.fractions[at]);
           both = {_mm512_castsi512_ps(_mm512_add_epi32(product, _mm512_set1_epi32(s.exponents[at])))};
         } else {
           both = scale * V16::set1(s.steps[at]);
@@ -160,16 +164,17 @@ static inline void add_large_values(const LinearArgs& a, int panel) {
   }
 }
 
-// Rows from which on scales are multiplied beforehand.
-static constexpr int kWideRows = 24;
-
-// Two panels with every row; with one or two rows four, whose streams memory answers 10 % faster together.
 template <int kPanels, Form kForm, int kChunks, int kZero>
 static inline void add_large_values(const LinearArgs& a, int panel) {
   (panel + kPanels) * 16 <= a.w->n ? add_large_values<kPanels, kForm, kChunks, kZero, true>(a, panel)
                                    : add_large_values<kPanels, kForm, kChunks, kZero, false>(a, panel);
 }
 
+// Rows from which on scales are multiplied beforehand.
+static constexpr int kWideRows = 24;
+
+// Two panels with every row; with one or two rows four, whose streams memory answers 10 % faster together. Large values
+// come last, four panels at a time: what a row's next one adds to must first be stored.
 template <Form kForm, int kChunks, int kZero, bool kMin, bool kHalf>
 static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end, __m512i* scales) {
   int p = panel_begin;
@@ -181,7 +186,7 @@ static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end
   const auto panels = [&](auto count) {
     const char* const next = (const char*)a.w->panel(p + count.value);
     WideBatch wide{scales, next, next + count.value * a.w->panel_bytes};
-    if (a.rows >= kWideRows) multiply_scales<count.value>(*a.w, p, scales);
+    if (a.rows >= kWideRows) multiply_scales<count.value, kMin, kHalf>(*a.w, p, scales);
     in_row_tiles<kTileRows8>(a.rows, [&](int row, auto rows) {
       if constexpr (rows.value >= 4) {
         if (a.rows >= kWideRows)
@@ -208,13 +213,16 @@ static void linear_int8(const LinearArgs& a, int panel_begin, int panel_end, voi
     constexpr int kZero = kForm == Form::kQ8x4 ? 128 : min.value ? 0 : 8;
     linear_in_groups<kForm, chunks.value, kZero, min.value, half.value>(a, panel_begin, panel_end, scales);
   };
-  using C4 = std::integral_constant<int, 4>;
-  using C2 = std::integral_constant<int, 2>;
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  // Groups of 16 are those of K-quants, whose scales are floats.
   if (w.group == kQuant) {
-    w.has_min
-        ? w.half_scales ? run(C4{}, std::true_type{}, std::true_type{}) : run(C4{}, std::true_type{}, std::false_type{})
-        : run(C4{}, std::false_type{}, std::true_type{});
-  } else if constexpr (kForm == Form::kQ8x4) {
-    w.has_min ? run(C2{}, std::true_type{}, std::false_type{}) : run(C2{}, std::false_type{}, std::false_type{});
+    constexpr std::integral_constant<int, 4> chunks;
+    if (!w.has_min) return run(chunks, no, yes);
+    return w.half_scales ? run(chunks, yes, yes) : run(chunks, yes, no);
+  }
+  if constexpr (kForm == Form::kQ8x4) {
+    constexpr std::integral_constant<int, 2> chunks;
+    return w.has_min ? run(chunks, yes, no) : run(chunks, no, no);
   }
 }

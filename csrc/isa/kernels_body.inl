@@ -46,7 +46,7 @@ static constexpr auto kGatherLarge =
 #if defined(OCTAVO_ISA_VNNI) || (defined(OCTAVO_ISA_AVX2) && !defined(OCTAVO_ISA_AVX512))
     gather_large;
 #else
-    (int (*)(const float*, int64_t, int, int, LargeValue*, int32_t*)) nullptr;
+    (void (*)(const float*, int64_t, int, int, LargeValue*, int32_t*)) nullptr;
 #endif
 
 // clang-format off

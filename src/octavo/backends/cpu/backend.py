@@ -159,7 +159,7 @@ def _rope_factors(model: LoadedModel) -> npt.NDArray[np.float32] | None:
 
 
 _F32 = "float32 fused multiply-add"
-_INT8 = "8-bit products (a scale per 32, outliers in 16 bits), float32 sums"
+_INT8 = "8-bit products (a step per 32 activations, outliers in float32), float32 sums"
 _BF16 = "bf16 dot product, float32 sums"
 # What each instruction set multiplies quantised and bf16 matrices with; float32 where it has no entry.
 _PRODUCTS = {
