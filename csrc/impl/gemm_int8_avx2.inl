@@ -53,8 +53,13 @@ static inline __m256 load_half_scale(const uint8_t* p, size_t index, int half, b
 static inline __m256i first_lanes(int n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-static inline __m256 load_some(const float* p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
-static inline void store_some(__m256 x, float* p, int n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
+// Whole vectors without a mask: a masked store would hold up a load of the same place.
+static inline __m256 load_some(const float* p, int n) {
+  return n >= 8 ? _mm256_loadu_ps(p) : _mm256_maskload_ps(p, first_lanes(n));
+}
+static inline void store_some(__m256 x, float* p, int n) {
+  n >= 8 ? _mm256_storeu_ps(p, x) : _mm256_maskstore_ps(p, first_lanes(n), x);
+}
 
 // sums[m] += one group of weights, times the rows' bytes at x and their steps.
 template <int kRows, Form kForm, int kChunks>
