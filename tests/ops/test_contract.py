@@ -154,6 +154,29 @@ def test_large_values_keep_the_resolution_of_the_rest(unit: float, fmt: str, isa
 
 
 @pytest.mark.parametrize("isa", INT8_ISAS)
+@pytest.mark.parametrize("fmt", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K"])
+def test_rows_of_any_spread(fmt: str, isa: str) -> None:
+    """From alike values to a few that are all there is, at any magnitude, some rows zero."""
+    op = OPS["linear"]
+    rng = np.random.default_rng(9)
+    for spread, unit, rows in ((0, 1e-20, 24), (1, 1e14, 65), (3, 1.0, 131), (6, 1e-10, 30)):
+        num_out, cols = int(rng.integers(1, 90)), FORMATS[fmt].block_len * int(rng.integers(1, 6))
+        x = rng.standard_normal((rows, cols)) * np.exp(rng.normal(0, spread, (rows, cols))) * unit
+        x[rng.random(rows) < 0.1] = 0
+        data = random_matrix(rng, fmt, num_out, cols)
+        inputs = {
+            "x": x.astype(np.float32),
+            "weight": FORMATS[fmt].unpack(data).reshape(num_out, cols),
+            "bias": np.zeros(num_out, np.float32),
+        }
+        tolerance = op.tolerance(inputs, 0.0) + half_steps(inputs["x"]) @ np.abs(inputs["weight"]).T
+        together = run_linear(isa, fmt, data, (num_out, cols), inputs)
+        assert_close(together, op.reference(**inputs), tolerance + apart(fmt, isa, inputs["x"]))
+        some = inputs | {"x": inputs["x"][: rows // 3]}
+        np.testing.assert_array_equal(run_linear(isa, fmt, data, (num_out, cols), some), together[: rows // 3])
+
+
+@pytest.mark.parametrize("isa", INT8_ISAS)
 @pytest.mark.parametrize("fmt", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_no_number_stays_none_and_in_its_row(value: float, fmt: str, isa: str) -> None:
