@@ -176,7 +176,7 @@ LinearArgs Program::linear_args(const Op& op, int matrix, const float* bias, Row
 // the columns of one block of rows before it takes the next, which stays in its second cache.
 template <class F>
 void Program::for_row_blocks(int rows, int items, const F& f) {
-  const int blocks = (rows + kernels_->row_block - 1) / kernels_->row_block;
+  const int blocks = row_blocks(rows);
   pool_.run((int64_t)blocks * items, [&](int64_t i, int thread) {
     const int64_t block = i / items;
     f(RowRange{(int)(rows * block / blocks), (int)(rows * (block + 1) / blocks)}, (int)(i % items), thread);
@@ -187,7 +187,7 @@ void Program::for_row_blocks(int rows, int items, const F& f) {
 int Program::panels_per_item(const Op& op, int rows) const {
   int panels = 0;
   for (const LinearPart& p : op.parts) panels += matrices_[p.matrix].panels;
-  const int blocks = (rows + kernels_->row_block - 1) / kernels_->row_block;
+  const int blocks = row_blocks(rows);
   int step = rows <= 16 ? 4 : 2;  // as many as the kernels take at a time
   while (panels * blocks >= step * pool_.size() * 32) step *= 2;
   return step;

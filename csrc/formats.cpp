@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -229,21 +229,25 @@ void place_integers(PackedMatrix& m, uint8_t* out, const Decoded& d, int first_k
   }
 }
 
-// Makes 1 x 0 of 0 x q: kernels add to the exponent of scales.
-void spare_zero_scales(const FormatInfo& info, Decoded& d) {
+// Kernels add to the exponent of scales: makes 1 x 0 of 0 x q, and returns whether all scales are finite numbers.
+bool settle_scales(const FormatInfo& info, Decoded& d) {
+  bool finite = true;
   for (int g = 0; g < info.block_len / info.group; ++g) {
+    finite &= info.half_scales ? (d.scale16 & 0x7c00u) != 0x7c00u : std::isfinite(d.scale[g]);
     if (info.half_scales ? (d.scale16 & 0x7fffu) != 0 : d.scale[g] != 0.0f) continue;
     memset(d.q + g * info.group, 0, (size_t)info.group);
     d.scale16 = 0x3c00;
     d.scale[g] = 1.0f;
   }
+  return finite;
 }
 
-void pack_quantised(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p) {
+bool pack_quantised(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p) {
   uint8_t* out = m.data.get() + (size_t)p * m.panel_bytes;
   uint8_t* scales = out + m.value_bytes;
   uint8_t* mins = m.has_min ? scales + m.scale_bytes() : nullptr;
   const int blocks = m.k / info.block_len, per_block = info.block_len / info.group;
+  bool finite = true;
   Decoded d;
   for (int c = 0; c < 16; ++c) {
     const int column = p * 16 + c;
@@ -254,7 +258,7 @@ void pack_quantised(PackedMatrix& m, const FormatInfo& info, const uint8_t* sour
       } else {
         memset(&d, 0, sizeof d);  // columns beyond n: zero weights
       }
-      spare_zero_scales(info, d);
+      finite &= settle_scales(info, d);
       place_integers(m, out, d, b * info.block_len, info.block_len, c);
       for (int g = 0; g < per_block; ++g) {
         const size_t at = (size_t)(b * per_block + g) * 16 + c;
@@ -268,6 +272,7 @@ void pack_quantised(PackedMatrix& m, const FormatInfo& info, const uint8_t* sour
       }
     }
   }
+  return finite;
 }
 
 }  // namespace
@@ -330,22 +335,9 @@ PackedMatrix make_packed(const FormatInfo& info, int n, int k, EightBits eight_b
   return m;
 }
 
-void pack_panel(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p) {
-  if (info.group == 0) {
-    pack_plain(m, info, source, p);
-  } else {
-    pack_quantised(m, info, source, p);
-  }
-}
-
-bool has_finite_scales(const PackedMatrix& m, int p) {
-  if (m.form != Form::kQ8 && m.form != Form::kQ8x4 && m.form != Form::kQ4) return true;
-  const uint8_t* scales = m.panel_scales(p);
-  for (int i = 0; i < m.groups * 16; ++i) {
-    const bool finite = m.half_scales ? (load16(scales + 2 * i) & 0x7c00u) != 0x7c00u
-                                      : (load32(scales + 4 * i) & 0x7f800000u) != 0x7f800000u;
-    if (!finite) return false;
-  }
+bool pack_panel(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p) {
+  if (info.group != 0) return pack_quantised(m, info, source, p);
+  pack_plain(m, info, source, p);
   return true;
 }
 

@@ -97,11 +97,9 @@ struct PackedMatrix {
 // Takes memory for the packed form of an n x k matrix; fill it with pack_panel.
 PackedMatrix make_packed(const FormatInfo& info, int n, int k, EightBits eight_bits, Arena& arena);
 
-// Packs columns [16p, 16p + 16) from `source`, the rows of the checkpoint's matrix laid end to end.
-void pack_panel(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p);
-
-// Whether every scale of a packed panel is a finite number; true for formats without scales.
-bool has_finite_scales(const PackedMatrix& m, int p);
+// Packs columns [16p, 16p + 16) from `source`, the rows of the checkpoint's matrix laid end to end. Returns
+// whether all their scales are finite numbers.
+bool pack_panel(PackedMatrix& m, const FormatInfo& info, const uint8_t* source, int p);
 
 // Unpacks one row of `k` weights to floats, exactly as octavo.weights.formats.unpack does.
 void unpack_row(const FormatInfo& info, const uint8_t* row, int k, float* out);

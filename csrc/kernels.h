@@ -107,7 +107,8 @@ struct Kernels {
 // Large values of a row of k values: each exceeds five times the root mean square, so 25 of them make more than k.
 inline int64_t large_per_row(int k) { return k / 25 + 1; }
 
-// Floats that prepare_row has room for in `sums` for a row of k values.
+// Floats that prepare_row has room for in `sums` for a row of k values: nine for each 32 of them, in whole vectors, and
+// the large ones.
 inline int64_t sums_per_row(int k) { return ((int64_t)k + 255) / 256 * 72 + 2 + 2 * large_per_row(k); }
 
 // Bytes of one block's keys and values of one head. Kernels lay them out as they like within: keys take

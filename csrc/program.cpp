@@ -40,8 +40,7 @@ int Program::add_matrix(const FormatInfo& format, const uint8_t* data, int n, in
   PackedMatrix m = make_packed(format, n, k, kernels_->eight_bits, arena_);
   std::atomic<bool> finite{true};
   pool_.run(m.panels, [&](int64_t p, int) {
-    pack_panel(m, format, data, (int)p);
-    if (!has_finite_scales(m, (int)p)) finite = false;
+    if (!pack_panel(m, format, data, (int)p)) finite = false;
   });
   m.finite_scales = finite;
   const size_t rows = (size_t)std::max(max_tokens_, output_rows_);

@@ -178,6 +178,7 @@ class Program {
   }
   int preparation(const Op& op) const;
   void prepare_row(View x, int row, int preparation);
+  int row_blocks(int rows) const { return (rows + kernels_->row_block - 1) / kernels_->row_block; }
   LinearArgs linear_args(const Op& op, int matrix, const float* bias, RowRange rows) const;
   template <class F>
   void for_row_blocks(int rows, int items, const F& f);

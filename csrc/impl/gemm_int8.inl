@@ -18,6 +18,7 @@ static constexpr int kQuant = 32;  // values of a row that share a step
 // A value is large if its magnitude exceeds this many times the row's root mean square.
 // On the default model 2 values of 576 and 7 of 1,536 are; mean coarse KL 0.0010 (with a limit of 6: 0.0012).
 static constexpr float kLargeValue = 5.2f;
+static_assert(kLargeValue > 5.0f, "large_per_row() counts on it");
 static constexpr int kFractionBits = 2, kFractions = 1 << kFractionBits;  // of a step's mantissa
 // Steps are taken relative to the row's unit, from 1 to 2^kMostShift, so that products with scales stay normal floats.
 // No scale is zero (see pack_panel) or infinite, which adding to an exponent would make a number of.
@@ -33,31 +34,32 @@ struct RowLarge {
 // What a prepared row leaves in `sums`, next to its bytes; sums over groups are of what the bytes stand for and of the
 // large values. Every array has room for whole vectors.
 struct RowSums {
-  const int32_t* exponents;  // [groups of 32] of the step in units, where a float keeps it
-  const int32_t* fractions;  // [groups of 32] of the step: its mantissa is 1 + fraction / 256
-  const float* total32;      // [groups of 32] sums in units
-  const float* total16;      // [groups of 16] the same
-  const int32_t* zeros32;    // [groups of 32] -8 times the sum of bytes
-  const int32_t* zeros16;    // [groups of 16] the same
-  const float* steps;        // [groups of 32] in units
-  const float* unit;         // a power of two
-  const int32_t* num_large;
-  const RowLarge* large;
+  int32_t* exponents;  // [groups of 32] of the step in units, where a float keeps it
+  int32_t* fractions;  // [groups of 32] of the step: its mantissa is 1 + fraction / 256
+  float* total32;      // [groups of 32] sums in units
+  float* total16;      // [groups of 16] the same
+  int32_t* zeros32;    // [groups of 32] -8 times the sum of bytes
+  int32_t* zeros16;    // [groups of 16] the same
+  float* steps;        // [groups of 32] in units
+  float* unit;         // a power of two
+  int32_t* num_large;
+  RowLarge* large;
 };
-static inline RowSums row_sums(const float* sums, int k) {
+static inline RowSums row_sums(float* sums, int k) {
   const int64_t quants = padded_quants(k);
-  const float* rest = sums + 9 * quants;
-  return {(const int32_t*)sums,
-          (const int32_t*)(sums + quants),
+  float* const rest = sums + 9 * quants;
+  return {(int32_t*)sums,
+          (int32_t*)(sums + quants),
           sums + 2 * quants,
           sums + 3 * quants,
-          (const int32_t*)(sums + 5 * quants),
-          (const int32_t*)(sums + 6 * quants),
+          (int32_t*)(sums + 5 * quants),
+          (int32_t*)(sums + 6 * quants),
           sums + 8 * quants,
           rest,
-          (const int32_t*)(rest + 1),
-          (const RowLarge*)(rest + 2)};
+          (int32_t*)(rest + 1),
+          (RowLarge*)(rest + 2)};
 }
+static inline const RowSums row_sums(const float* sums, int k) { return row_sums(const_cast<float*>(sums), k); }
 
 // A prepared row: bf16 values where there are products of them, then the bytes, [K32].
 static inline const int8_t* row_bytes(const uint16_t* prepared, int k) {
@@ -132,24 +134,15 @@ static inline __m256 largest_of_each(const __m256 (&m)[8]) {
 class RowPreparation {
  public:
   RowPreparation(const float* x, int k, int8_t* bytes, float* sums)
-      : x_(x), k_(k), quants_(padded32(k) / kQuant), bytes_(bytes) {
-    const int64_t padded = padded_quants(k);
-    exponents_ = (int32_t*)sums;
-    fractions_ = exponents_ + padded;
-    total32_ = sums + 2 * padded;
-    total16_ = total32_ + padded;
-    zeros32_ = (int32_t*)(total16_ + 2 * padded);
-    zeros16_ = zeros32_ + padded;
-    steps_ = (float*)(zeros16_ + 2 * padded);
-    rest_ = steps_ + padded;
-  }
+      : x_(x), k_(k), quants_(padded32(k) / kQuant), bytes_(bytes), s_(row_sums(sums, k)) {}
 
   void run() {
     float mean, high;
     measure(mean, high);
-    memset(total32_, 0, (size_t)padded_quants(k_) * 12);  // total16, too
+    memset(s_.total32, 0, (size_t)padded_quants(k_) * 12);  // total16, too
     const bool finite = mean == mean && high < HUGE_VALF;
     if (!finite) {  // nothing but such a value: no product with it is a number
+      memset(s_.exponents, 0, (size_t)padded_quants(k_) * 4);
       k_ = 0;
       mean = high = 0.0f;
     }
@@ -158,8 +151,8 @@ class RowPreparation {
     base_ = std::max((step_of(std::min(limit_, high)) & kExponent) - (kMostShift << 23), 1 << 23);
     for (int g = 0; g < quants_; g += 8) prepare_groups(g);
     if (!finite) add_large(0, NAN);
-    rest_[0] = float_of(base_);
-    memcpy(rest_ + 1, &num_large_, 4);
+    *s_.unit = float_of(base_);
+    *s_.num_large = num_large_;
   }
 
  private:
@@ -181,7 +174,7 @@ class RowPreparation {
         m[i] = _mm256_max_ps(lower_half(both), upper_half(both));
       }
       const __m256 largest = largest_of_each(m);
-      _mm256_storeu_ps((float*)exponents_ + g, largest);
+      _mm256_storeu_ps((float*)s_.exponents + g, largest);
       most = _mm256_max_ps(most, largest);
     }
     float lanes[8];
@@ -192,10 +185,10 @@ class RowPreparation {
   }
 
   void add_large(int k, float value) {
-    ((RowLarge*)(rest_ + 2))[num_large_++] = {k, value};
+    s_.large[num_large_++] = {k, value};
     const float in_units = value * float_of(2 * kOne - base_);
-    total32_[k / 32] += in_units;
-    total16_[k / 16] += in_units;
+    s_.total32[k / 32] += in_units;
+    s_.total16[k / 16] += in_units;
   }
 
   // Takes the large values of a group into the list; returns the largest magnitude of the others.
@@ -216,8 +209,7 @@ class RowPreparation {
 
   void prepare_groups(int g) {
     float most[8], inverse[8];
-    memcpy(most, exponents_ + g, sizeof most);
-    if (k_ == 0) memset(most, 0, sizeof most);
+    memcpy(most, s_.exponents + g, sizeof most);
     const __m256 above = _mm256_cmp_ps(_mm256_loadu_ps(most), _mm256_set1_ps(limit_), _CMP_GT_OQ);
     for (unsigned groups = (unsigned)_mm256_movemask_ps(above); groups != 0; groups &= groups - 1) {
       const int i = __builtin_ctz(groups);
@@ -227,17 +219,17 @@ class RowPreparation {
     const __m256i step = _mm256_max_epi32(steps_of(_mm256_loadu_ps(most)), base);
     _mm256_storeu_ps(inverse, _mm256_div_ps(_mm256_set1_ps(1.0f), _mm256_castsi256_ps(step)));
     const __m256i exponent = _mm256_and_si256(step, _mm256_set1_epi32(kExponent));
-    _mm256_storeu_si256((__m256i*)(exponents_ + g), _mm256_sub_epi32(exponent, base));
+    _mm256_storeu_si256((__m256i*)(s_.exponents + g), _mm256_sub_epi32(exponent, base));
     const __m256i fraction = _mm256_and_si256(_mm256_srli_epi32(step, 23 - 8), _mm256_set1_epi32(255));
-    _mm256_storeu_si256((__m256i*)(fractions_ + g), fraction);
+    _mm256_storeu_si256((__m256i*)(s_.fractions + g), fraction);
     const __m256i in_units = _mm256_add_epi32(_mm256_sub_epi32(step, base), _mm256_set1_epi32(kOne));
-    _mm256_storeu_ps(steps_ + g, _mm256_castsi256_ps(in_units));
+    _mm256_storeu_ps(s_.steps + g, _mm256_castsi256_ps(in_units));
     for (int half = 0; half < 8 && g + half < quants_; half += 4) {
       __m256i sums[4];
       for (int i = 0; i < 4; ++i) sums[i] = prepare_group(g + half + i, inverse[half + i]);
       sums[0] = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
       store_sums(g + half, _mm256_castsi256_si128(sums[0]), _mm256_extracti128_si256(sums[0], 1),
-                 _mm_loadu_ps(steps_ + g + half));
+                 _mm_loadu_ps(s_.steps + g + half));
     }
   }
 
@@ -262,19 +254,18 @@ class RowPreparation {
       _mm_storeu_ps(total, _mm_add_ps(_mm_loadu_ps(total), _mm_mul_ps(_mm_cvtepi32_ps(sum), scale)));
     };
     const auto times_8 = [](__m128i sum) { return _mm_sub_epi32(_mm_setzero_si128(), _mm_slli_epi32(sum, 3)); };
-    add(total32_ + g, all, step);
-    _mm_storeu_si128((__m128i*)(zeros32_ + g), times_8(all));
+    add(s_.total32 + g, all, step);
+    _mm_storeu_si128((__m128i*)(s_.zeros32 + g), times_8(all));
     for (int i = 0; i < 2; ++i) {
-      add(total16_ + 2 * g + 4 * i, halves[i], steps[i]);
-      _mm_storeu_si128((__m128i*)(zeros16_ + 2 * g + 4 * i), times_8(halves[i]));
+      add(s_.total16 + 2 * g + 4 * i, halves[i], steps[i]);
+      _mm_storeu_si128((__m128i*)(s_.zeros16 + 2 * g + 4 * i), times_8(halves[i]));
     }
   }
 
   const float* x_;
   int k_, quants_;
   int8_t* bytes_;
-  int32_t *exponents_, *fractions_, *zeros32_, *zeros16_;
-  float *total32_, *total16_, *steps_, *rest_;
+  RowSums s_;
   float limit_ = 0.0f;
   int32_t base_ = 0, num_large_ = 0;
 };

@@ -134,7 +134,7 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel, WideBatch*
 
 // Adds the products of the rows' large values to what is in y. kWhole: no panel ends early. A masked store would hold
 // up the load of the same row's next value.
-template <int kPanels, Form kForm, int kChunks, int kZero, bool kWhole>
+template <int kPanels, Form kForm, int kChunks, int kZero, bool kHalf, bool kWhole>
 static inline void add_large_values(const LinearArgs& a, int panel) {
   const PackedMatrix& w = *a.w;
   const __m512i zero = _mm512_set1_epi32(kZero), mask = _mm512_set1_epi32(kForm == Form::kQ4 ? 15 : 255);
@@ -152,7 +152,7 @@ static inline void add_large_values(const LinearArgs& a, int panel) {
     for (int p = 0; p < kPanels; ++p) {
       const __m512i words = _mm512_srl_epi32(_mm512_loadu_si512(data[p] + at.offset), _mm_cvtsi32_si128(at.shift));
       const V16 q = {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(words, mask), zero))};
-      const V16 weight = q * load_scale(scales[p], group, w.half_scales);
+      const V16 weight = q * load_scale(scales[p], group, kHalf);
       float* const out = y + v->row * a.ldy + p * 16;
       if constexpr (kWhole) {
         fma(value, weight, V16::load(out)).store(out);
@@ -164,10 +164,10 @@ static inline void add_large_values(const LinearArgs& a, int panel) {
   }
 }
 
-template <int kPanels, Form kForm, int kChunks, int kZero>
+template <int kPanels, Form kForm, int kChunks, int kZero, bool kHalf>
 static inline void add_large_values(const LinearArgs& a, int panel) {
-  (panel + kPanels) * 16 <= a.w->n ? add_large_values<kPanels, kForm, kChunks, kZero, true>(a, panel)
-                                   : add_large_values<kPanels, kForm, kChunks, kZero, false>(a, panel);
+  (panel + kPanels) * 16 <= a.w->n ? add_large_values<kPanels, kForm, kChunks, kZero, kHalf, true>(a, panel)
+                                   : add_large_values<kPanels, kForm, kChunks, kZero, kHalf, false>(a, panel);
 }
 
 // Rows from which on scales are multiplied beforehand.
@@ -201,8 +201,8 @@ static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end
   for (; p + 2 <= panel_end; p += 2) panels(std::integral_constant<int, 2>{});
   for (; p < panel_end; ++p) panels(std::integral_constant<int, 1>{});
   if (a.large_starts[0] == a.large_starts[a.rows]) return;
-  for (p = panel_begin; p + 4 <= panel_end; p += 4) add_large_values<4, kForm, kChunks, kZero>(a, p);
-  for (; p < panel_end; ++p) add_large_values<1, kForm, kChunks, kZero>(a, p);
+  for (p = panel_begin; p + 4 <= panel_end; p += 4) add_large_values<4, kForm, kChunks, kZero, kHalf>(a, p);
+  for (; p < panel_end; ++p) add_large_values<1, kForm, kChunks, kZero, kHalf>(a, p);
 }
 
 template <Form kForm>

@@ -30,24 +30,20 @@ static size_t linear_scratch_bytes(int k) { return (size_t)k * 64; }
 #if defined(OCTAVO_ISA_VNNI)
 static constexpr EightBits kEightBits = EightBits::kQuads;
 static constexpr int kPreparedValueBytes = 3;  // bf16 and int8
+static constexpr auto kGatherLarge = gather_large;
 #elif defined(OCTAVO_ISA_AVX2)
 static constexpr EightBits kEightBits = EightBits::kQuads;
 static constexpr int kPreparedValueBytes = 1;  // int8
+static constexpr auto kGatherLarge = gather_large;
 #else
 static constexpr EightBits kEightBits = EightBits::kPairs;
 static constexpr int kPreparedValueBytes = 2;
+static constexpr decltype(Kernels::gather_large) kGatherLarge = nullptr;
 #endif
 
 // Weights in 8-bit products stay packed: a block of rows costs nothing but reading them again, and stays in the second
 // cache. Others unpack a panel for all rows.
 static constexpr int kRowBlock = kEightBits == EightBits::kQuads ? 64 : 1 << 30;
-
-static constexpr auto kGatherLarge =
-#if defined(OCTAVO_ISA_VNNI) || (defined(OCTAVO_ISA_AVX2) && !defined(OCTAVO_ISA_AVX512))
-    gather_large;
-#else
-    (void (*)(const float*, int64_t, int, int, LargeValue*, int32_t*)) nullptr;
-#endif
 
 // clang-format off
 static const Kernels kKernels = {

@@ -129,12 +129,23 @@ def half_steps(x: np.ndarray) -> np.ndarray:
 INT8_ISAS = [isa for isa in ISAS if isa in INT8_PRODUCTS]
 
 
+def check_rows(fmt: str, isa: str, data: np.ndarray, num_out: int, x: np.ndarray, parts: tuple[int, ...]) -> None:
+    """The product with every row is within its steps, and the same for the first rows alone, with one thread."""
+    op, shape = OPS["linear"], (num_out, x.shape[1])
+    inputs = {"x": x, "weight": FORMATS[fmt].unpack(data).reshape(shape), "bias": np.zeros(num_out, np.float32)}
+    tolerance = op.tolerance(inputs, 0.0) + half_steps(x) @ np.abs(inputs["weight"]).T
+    together = run_linear(isa, fmt, data, shape, inputs)
+    assert_close(together, op.reference(**inputs), tolerance + apart(fmt, isa, x))
+    for rows in parts:
+        part = run_linear(isa, fmt, data, shape, {"x": x[:rows], "bias": inputs["bias"]}, threads=1)
+        np.testing.assert_array_equal(part, together[:rows])
+
+
 @pytest.mark.parametrize("isa", INT8_ISAS)
 @pytest.mark.parametrize("fmt", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
 @pytest.mark.parametrize("unit", [1.0, 1e-30, 1e25])
 def test_large_values_keep_the_resolution_of_the_rest(unit: float, fmt: str, isa: str) -> None:
     """A value far above the row's root mean square is multiplied as a float, in any batch."""
-    op = OPS["linear"]
     rng = np.random.default_rng(6)
     num_out, cols = 83, 1024
     data = random_matrix(rng, fmt, num_out, cols)
@@ -143,37 +154,19 @@ def test_large_values_keep_the_resolution_of_the_rest(unit: float, fmt: str, isa
         x[r, [3, 40 + 30 * r, 700, 701]] = 100.0, -80.0, 90.0, 100.0
     x[7] = 0.0
     x[8, 5:] = 0.0
-    x *= np.float32(unit)
-    inputs = {"x": x, "weight": FORMATS[fmt].unpack(data).reshape(num_out, cols), "bias": np.zeros(num_out, np.float32)}
-    tolerance = op.tolerance(inputs, 0.0) + half_steps(x) @ np.abs(inputs["weight"]).T
-    together = run_linear(isa, fmt, data, (num_out, cols), inputs)
-    assert_close(together, op.reference(**inputs), tolerance + apart(fmt, isa, x))
-    for rows in (1, 2, 5, 8, 23):
-        part = run_linear(isa, fmt, data, (num_out, cols), {"x": x[:rows], "bias": inputs["bias"]}, threads=1)
-        np.testing.assert_array_equal(part, together[:rows])
+    check_rows(fmt, isa, data, num_out, x * np.float32(unit), (1, 2, 5, 8, 23))
 
 
 @pytest.mark.parametrize("isa", INT8_ISAS)
 @pytest.mark.parametrize("fmt", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K"])
 def test_rows_of_any_spread(fmt: str, isa: str) -> None:
     """From alike values to a few that are all there is, at any magnitude, some rows zero."""
-    op = OPS["linear"]
     rng = np.random.default_rng(9)
     for spread, unit, rows in ((0, 1e-20, 24), (1, 1e14, 65), (3, 1.0, 131), (6, 1e-10, 30)):
         num_out, cols = int(rng.integers(1, 90)), FORMATS[fmt].block_len * int(rng.integers(1, 6))
         x = rng.standard_normal((rows, cols)) * np.exp(rng.normal(0, spread, (rows, cols))) * unit
         x[rng.random(rows) < 0.1] = 0
-        data = random_matrix(rng, fmt, num_out, cols)
-        inputs = {
-            "x": x.astype(np.float32),
-            "weight": FORMATS[fmt].unpack(data).reshape(num_out, cols),
-            "bias": np.zeros(num_out, np.float32),
-        }
-        tolerance = op.tolerance(inputs, 0.0) + half_steps(inputs["x"]) @ np.abs(inputs["weight"]).T
-        together = run_linear(isa, fmt, data, (num_out, cols), inputs)
-        assert_close(together, op.reference(**inputs), tolerance + apart(fmt, isa, inputs["x"]))
-        some = inputs | {"x": inputs["x"][: rows // 3]}
-        np.testing.assert_array_equal(run_linear(isa, fmt, data, (num_out, cols), some), together[: rows // 3])
+        check_rows(fmt, isa, random_matrix(rng, fmt, num_out, cols), num_out, x.astype(np.float32), (rows // 3,))
 
 
 @pytest.mark.parametrize("isa", INT8_ISAS)
