@@ -51,7 +51,8 @@ format: $(VENV)/.dev
 	@$(BIN)/clang-format -i $(CPPS)
 
 soak: $(VENV)/.installed $(VENV)/.test
-	@SOAK_SECONDS=$${SOAK_SECONDS:-600} $(BIN)/python -m pytest tests/server/test_soak.py -s $(ARGS)
+	@SOAK_SECONDS=$${SOAK_SECONDS:-600} $(BIN)/python -m pytest tests/server/test_soak.py -s \
+	  -o faulthandler_exit_on_timeout=false $(ARGS)
 
 fuzz: $(VENV)/.installed $(VENV)/.test
 	@$(PIP) install $$($(BIN)/python .ci/extras.py fuzz)

@@ -28,13 +28,14 @@ class Bounds:
     mean_kl: float  # llama.cpp has 0.0029 on this file, with 8-bit activations
     mean_error: float  # of a token's log-probability
     margin: float  # to the second token, in nats, beyond which the first must be the same
+    equal: float  # share of the oracle's greedy tokens, whatever their margin
 
 
 # Measured: KL 0.00012 with float32 activations (the rest is the bf16 KV cache), 0.00018 with bf16 ones, 0.00031 on
-# tiles (weights and attention in bf16, too), 0.0010 with 8-bit ones whose outliers stay floats; errors 0.015 to 0.020,
-# and 0.033.
-EIGHT_BITS = Bounds(mean_kl=0.0012, mean_error=0.045, margin=0.35)
-OTHERS = Bounds(mean_kl=0.0005, mean_error=0.03, margin=0.2)
+# tiles (weights and attention in bf16, too), 0.0010 to 0.0011 with 8-bit ones whose outliers stay floats; errors 0.015 to 0.020,
+# and 0.033; equal greedy tokens 958 of 960 with float32 activations, 937 with 8-bit ones.
+EIGHT_BITS = Bounds(mean_kl=0.0015, mean_error=0.045, margin=0.35, equal=0.96)
+OTHERS = Bounds(mean_kl=0.0005, mean_error=0.03, margin=0.2, equal=0.98)
 
 
 def bounds_of(backend: CpuBackend) -> Bounds:
@@ -105,21 +106,25 @@ def test_prompt_and_next_token_logprobs(backend: CpuBackend) -> None:
 
 
 def test_greedy_continuations(backend: CpuBackend) -> None:
-    """Equal up to the first token whose margin to the second is within the error of the arithmetic."""
+    """After each of the oracle's own tokens: the same next one, unless its margin is within the arithmetic's error.
+
+    A continuation of our own would end the comparison at the first near tie, which a rounding decides.
+    """
     blocks = list(range(NUM_BLOCKS))
-    compared = 0
+    num_equal = num_compared = 0
     for case in reference("logits.json"):
         ids, want = list(case["prompt_ids"]), case["greedy_64"]
         num_prompt = len(ids)
         _, row = run_prompt(backend, ids, scores=False)
         for token_id, margin in zip(want["ids"], want["margin_to_second"], strict=True):
-            if row.token_id != token_id:
-                assert margin < bounds_of(backend).margin, f"{case['name']}: token {len(ids) - num_prompt}"
-                break
-            compared += 1
+            equal = row.token_id == token_id
+            assert equal or margin < bounds_of(backend).margin, f"{case['name']}: token {len(ids) - num_prompt}"
+            num_equal += equal
+            num_compared += 1
             ids.append(token_id)
             (row,) = run(backend, PlanRow([token_id], len(ids) - 1, blocks, sample_after(ids, num_prompt)))
-    assert compared >= 64 * len(reference("logits.json")) // 2
+    print(f"{isa_of(backend)}: {num_equal} of {num_compared} tokens equal")
+    assert num_equal / num_compared > bounds_of(backend).equal
 
 
 def coarse_kl(backend: CpuBackend) -> tuple[float, float]:

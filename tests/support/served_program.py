@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def program(directory: Path, shutdown_timeout: float, port: int = 0, **options: 
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
+        process_group=0,
     )
     try:
         assert process.stdout is not None
@@ -91,7 +93,9 @@ def program(directory: Path, shutdown_timeout: float, port: int = 0, **options: 
         with httpx.Client(timeout=20) as http:
             yield Program(process, int(line.split()[1]), http)
     finally:
-        process.kill()
+        # Its engine, too: a stopped one would hold the pipes open for ever.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 

@@ -24,8 +24,8 @@ REASONS = {
 
 async def health(request: Request, state: ServerState) -> Response:
     """200 `ok`, or `busy` while a step takes long; 503 with the reason while nothing is computed."""
-    pulse = state.client.pulse
     status = "draining" if state.draining else state.client.state
+    pulse = state.client.pulse  # read after the state, so that an engine called stalled is silent for long enough
     content: dict[str, Any] = {
         "status": status,
         "engine_restarts": state.client.num_restarts,
