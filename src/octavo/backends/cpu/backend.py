@@ -134,7 +134,9 @@ def inverse_frequencies(spec: ModelSpec, factors: npt.NDArray[np.float32] | None
     `factor`, those below original / high_freq_factor kept, those between interpolated.
     """
     exponent = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
-    inv_freq = np.asarray(np.float32(1.0) / np.power(np.float32(spec.rope_theta), exponent), dtype=np.float32)
+    # Powers are rounded from float64: numpy's float32 ones differ in the last bit from one processor to another.
+    powers = np.power(float(spec.rope_theta), exponent.astype(np.float64)).astype(np.float32)
+    inv_freq = np.asarray(np.float32(1.0) / powers, dtype=np.float32)
     scaling = spec.rope_scaling
     if factors is not None:
         return np.asarray(inv_freq / factors, dtype=np.float32)
