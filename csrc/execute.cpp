@@ -11,6 +11,9 @@ namespace {
 // Rows that a loop must have before it is worth waking the other threads for a cheap op.
 constexpr int kParallelRows = 8;
 
+// Attention items per thread from which on they balance by themselves.
+constexpr int kBusyItems = 4;
+
 double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -243,7 +246,7 @@ void Program::run_gated_linear(const Op& op, int rows) {
 
 void Program::run_attention(const Op& op, const StepInput& in) {
   const Kernels& k = *kernels_;
-  const int head_dim = kv_.head_dim, group = op.a.width / (kv_.heads * head_dim);
+  const int head_dim = kv_.head_dim;
   // All keys and values of the step are in their slots before any query looks: a chunk sees itself.
   const auto store = [&](int64_t item) {
     const int64_t row = item / kv_.heads;
@@ -260,34 +263,68 @@ void Program::run_attention(const Op& op, const StepInput& in) {
   } else {
     pool_.run((int64_t)in.num_rows * kv_.heads, [&](int64_t item, int) { store(item); });
   }
-  const size_t block_stride = kv_block_head_bytes(head_dim, kv_.type) * kv_.heads;
-  const int64_t items = (int64_t)tiles_.size() * kv_.heads;
+  plan_spans(op);
+  const int64_t items = (int64_t)span_items_.size();
   pool_.run(items, [&](int64_t item, int thread) {
-    const Tile& tile = tiles_[(size_t)(item / kv_.heads)];
-    const int head = (int)(item % kv_.heads);
-    AttentionTask task{};
-    task.q = at(op.a, tile.first_token) + head * group * head_dim;
-    task.ldq = stride(op.a);
-    task.out = at(op.out, tile.first_token) + head * group * head_dim;
-    task.ldo = stride(op.out);
-    task.kv = kv_at(op.index, 0, head);
-    task.block_stride = block_stride;
-    task.block_ids = in.block_ids + in.table_start[tile.row];
-    task.num_tokens = tile.num_tokens;
-    task.group = group;
-    task.first_pos = tile.first_pos;
-    task.window = op.size;
-    task.head_dim = head_dim;
-    task.scale = op.number;
+    AttentionTask task = attention_task(op, in, span_items_[(size_t)item]);
     if (item + 1 < items) {
-      const Tile& next = tiles_[(size_t)((item + 1) / kv_.heads)];
-      task.next_kv = kv_at(op.index, 0, (int)((item + 1) % kv_.heads));
+      const SpanItem& following = span_items_[(size_t)item + 1];
+      const Tile& next = tiles_[(size_t)following.tile];
+      task.next_kv = kv_at(op.index, 0, following.head);
       task.next_block_ids = in.block_ids + in.table_start[next.row];
       task.next_first_pos = next.first_pos;
       task.next_last_pos = next.first_pos + next.num_tokens - 1;
     }
     k.attention(task, kv_.type, scratch_[thread].data());
   });
+  pool_.run((int64_t)merges_.size(),
+            [&](int64_t i, int) { k.merge_spans(attention_task(op, in, merges_[(size_t)i]), kv_.type); });
+}
+
+// Whole tiles, head by head; where these are few for the threads, those of single tokens span by span.
+void Program::plan_spans(const Op& op) {
+  span_items_.clear();
+  merges_.clear();
+  const size_t floats = state_floats(query_group(op), kv_.head_dim);
+  size_t states = 0;
+  const bool few = (int64_t)tiles_.size() * kv_.heads < kBusyItems * pool_.size() && pool_.size() > 1;
+  for (int i = 0; i < (int)tiles_.size(); ++i)
+    for (int head = 0; head < kv_.heads; ++head) {
+      AttentionTask t{};
+      t.first_pos = tiles_[i].first_pos;
+      t.num_tokens = tiles_[i].num_tokens;
+      t.window = op.size;
+      const int spans = last_span(t) - first_span(t) + 1;
+      if (!few || t.num_tokens > 1 || spans == 1 || (states + spans) * floats > span_states_.size()) {
+        span_items_.push_back({i, head, -1, 0});
+        continue;
+      }
+      merges_.push_back({i, head, -1, states * floats});
+      for (int s = 0; s < spans; ++s) span_items_.push_back({i, head, first_span(t) + s, states * floats});
+      states += (size_t)spans;
+    }
+}
+
+AttentionTask Program::attention_task(const Op& op, const StepInput& in, const SpanItem& item) {
+  const Tile& tile = tiles_[(size_t)item.tile];
+  const int head_dim = kv_.head_dim, group = query_group(op);
+  AttentionTask task{};
+  task.q = at(op.a, tile.first_token) + item.head * group * head_dim;
+  task.ldq = stride(op.a);
+  task.out = at(op.out, tile.first_token) + item.head * group * head_dim;
+  task.ldo = stride(op.out);
+  task.kv = kv_at(op.index, 0, item.head);
+  task.block_stride = kv_block_head_bytes(head_dim, kv_.type) * kv_.heads;
+  task.block_ids = in.block_ids + in.table_start[tile.row];
+  task.num_tokens = tile.num_tokens;
+  task.group = group;
+  task.first_pos = tile.first_pos;
+  task.window = op.size;
+  task.head_dim = head_dim;
+  task.scale = op.number;
+  task.span = item.span;
+  task.states = span_states_.data() + item.states;
+  return task;
 }
 
 void Program::run_sample(const Op& op, const StepInput& in, int rows, int first_output) {

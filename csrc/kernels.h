@@ -58,6 +58,8 @@ struct AttentionTask {
   int window;     // keys visible to a query, itself included; 0: all
   int head_dim;
   float scale;
+  int span;       // only this one, its state left in `states`; -1: all of them, merged, into `out`
+  float* states;  // [spans from first_span on][state_floats]
   // What this thread will probably attend to next: kernels that wait for memory ask for its beginning. next_kv null:
   // nothing.
   const uint8_t* next_kv;
@@ -66,6 +68,19 @@ struct AttentionTask {
 };
 
 constexpr int kTileTokens = 16;  // most query tokens in an AttentionTask
+
+// Keys at positions [256 i, 256 i + 256) are a span. Each is attended to on its own, and the spans that a query sees
+// are merged in order, by whichever thread: long contexts can be shared out, and a result depends on nothing but the
+// query's position and context.
+constexpr int kSpanTokens = 256;
+inline int first_seen(const AttentionTask& t) {
+  return t.window > 0 && t.first_pos >= t.window ? t.first_pos - t.window + 1 : 0;
+}
+inline int first_span(const AttentionTask& t) { return first_seen(t) / kSpanTokens; }
+inline int last_span(const AttentionTask& t) { return (t.first_pos + t.num_tokens - 1) / kSpanTokens; }
+
+// Floats of what `rows` queries have gathered from a span: their maxima, sums and outputs.
+inline size_t state_floats(int rows, int head_dim) { return (size_t)rows * (2 + (size_t)(head_dim + 15) / 16 * 16); }
 
 enum class KvType : int32_t { kBf16, kF32, kInt8 };  // of the cache
 
@@ -99,6 +114,8 @@ struct Kernels {
   void (*store_kv)(const float* k, const float* v, int head_dim, KvType type, uint8_t* kv, int offset);
   size_t (*attention_scratch_bytes)(int group, int head_dim);
   void (*attention)(const AttentionTask& task, KvType type, void* scratch);
+  // Merges the states of all spans of a task into `out`.
+  void (*merge_spans)(const AttentionTask& task, KvType type);
 
   void (*sample_row)(const float* logits, const SampleRow& row, SampleOut* out, int32_t* top_ids, float* top_logprobs,
                      void* scratch);

@@ -270,6 +270,11 @@ void Program::attention(View q, View k, View v, int layer, int window, float sca
   const size_t bytes = kernels_->attention_scratch_bytes(q.width / kv_width, kv_.head_dim);
   for (std::vector<uint8_t>& s : scratch_)
     if (s.size() < bytes) s.resize(bytes);
+  // One sequence of any length can be shared out among the threads, or several shorter ones.
+  const size_t spans = (size_t)(rope_positions_ + kSpanTokens - 1) / kSpanTokens * (size_t)kv_.heads;
+  const size_t floats = std::max(spans, (size_t)kSpansPerThread * pool_.size()) *
+                        state_floats(query_group(op), kv_.head_dim);
+  if (span_states_.size() < floats) span_states_.resize(floats);
 }
 
 void Program::gather(View x, View out) {

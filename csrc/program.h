@@ -74,6 +74,9 @@ struct KvShape {
 // multiple of 1 KiB apart evict each other when a kernel walks down a column of tiles.
 inline int64_t spread(int64_t length, int64_t size) { return length * size % 1024 == 0 ? length + 64 / size : length; }
 
+// States of spans that there is room for, at least.
+constexpr int kSpansPerThread = 64;
+
 // Most panels of gate and up that one item of a gated linear takes: its rows of both stay in the L2 cache.
 constexpr int kGatedPanels = 4;
 
@@ -153,8 +156,12 @@ class Program {
   struct RowRange {
     int begin, end;
   };
-  struct Tile {  // attention work: a few query tokens of one sequence; one item per KV head
+  struct Tile {  // attention work: a few query tokens of one sequence
     int row, first_token, num_tokens, first_pos;
+  };
+  struct SpanItem {  // of one KV head and one span of keys, or of all (-1)
+    int tile, head, span;
+    size_t states;  // where the states of the tile and head begin
   };
 
   void check(const View& v, const char* what) const;
@@ -187,6 +194,9 @@ class Program {
   void run_linear(const Op& op, int rows);
   void run_gated_linear(const Op& op, int rows);
   void run_attention(const Op& op, const StepInput& in);
+  void plan_spans(const Op& op);
+  int query_group(const Op& op) const { return op.a.width / (kv_.heads * kv_.head_dim); }
+  AttentionTask attention_task(const Op& op, const StepInput& in, const SpanItem& item);
   void run_sample(const Op& op, const StepInput& in, int rows, int first_output);
   uint8_t* kv_at(int layer, int block, int head) const;
 
@@ -212,6 +222,8 @@ class Program {
   uint8_t* kv_memory_ = nullptr;
   size_t kv_memory_bytes_ = 0;
   std::vector<Tile> tiles_;
+  std::vector<SpanItem> span_items_, merges_;
+  std::vector<float> span_states_;       // of items that are one span of several
   Bytes prepared_{nullptr, free_bytes};  // prepared rows of the current linear's input
   size_t prepared_count_ = 0;            // its halves
   Bytes sums_{nullptr, free_bytes};      // and what else prepare_row leaves of them

@@ -1,7 +1,8 @@
-// Paged attention, online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) over pieces of 64 tokens.
+// Paged attention, online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) over pieces of 64 tokens, whose
+// results are merged span by span.
 //
-// Pieces lie at fixed positions 0, 64, 128, ... of the sequence and are merged in that order, so the result
-// of a query depends on its position and context alone, not on the tile it is computed in (law 1). Keys a
+// Pieces lie at fixed positions 0, 64, 128, ... of the sequence and are taken in that order, four to a span, so the
+// result of a query depends on its position and context alone, not on the tile it is computed in (law 1). Keys a
 // query may not see get weight exactly 0, and a piece it sees nothing of is skipped for that query.
 
 static constexpr int kPieceTokens = 64;
@@ -9,11 +10,12 @@ static constexpr int kPieceBlocks = kPieceTokens / 16;
 #if defined(OCTAVO_ISA_AVX512)
 static constexpr int kScoreBlocks = 4;  // key blocks at once: 4 rows x 4 = 16 sums in 32 registers
 static constexpr int kValueChunks = 4;  // chunks of 16 value columns at once
-#else
-static constexpr int kScoreBlocks = 1;
-static constexpr int kValueChunks = 1;
-#endif
 static constexpr int kRowsAtOnce = 4;
+#else
+static constexpr int kScoreBlocks = 1;  // 6 rows x 2 vectors in 16 registers
+static constexpr int kValueChunks = 1;
+static constexpr int kRowsAtOnce = 6;
+#endif
 
 struct Bf16Cache {
   using T = uint16_t;
@@ -73,17 +75,29 @@ void store_kv_as<Int8Cache>(const float* k, const float* v, int head_dim, uint8_
   scales[kBlockTokens + offset] = store_bytes(v, head_dim, values, 1);
 }
 
+// Blocks lie anywhere, so the hardware cannot foresee the next piece. While a decode step, which waits for memory,
+// loads one piece, it asks for the same place of the next (kPrefetch), into the second cache, whose queue of misses is
+// longer than that of the first.
+template <bool kPrefetch>
+static inline void ask_for(const uint8_t* place) {
+  if constexpr (kPrefetch) _mm_prefetch((const char*)place, _MM_HINT_T1);
+}
+
 // scores[r][16 b + t] = q[r] . key(t of block b), summed over d in order.
-template <class Cache, int kRows, int kBlocks>
-static inline void score_blocks(const float* q, int head_dim, const typename Cache::T* const* keys, float* scores) {
+template <class Cache, int kRows, int kBlocks, bool kPrefetch>
+static inline void score_blocks(const float* q, int head_dim, const uint8_t* const* keys, const uint8_t* const* next,
+                                float* scores) {
+  using T = typename Cache::T;
   V16 acc[kRows][kBlocks];
   for (int r = 0; r < kRows; ++r)
     for (int b = 0; b < kBlocks; ++b) acc[r][b] = V16::zero();
   for (int d = 0; d < head_dim; ++d) {
+    const size_t at = (size_t)d * 16 * sizeof(T);
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) {
-      const V16 key = Cache::load(keys[b] + (size_t)d * 16);
-#pragma GCC unroll 4
+      if (at % 64 == 0) ask_for<kPrefetch>(next[b] + at);
+      const V16 key = Cache::load((const T*)(keys[b] + at));
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) acc[r][b] = fma(V16::set1(q[(size_t)r * head_dim + d]), key, acc[r][b]);
     }
   }
@@ -92,19 +106,22 @@ static inline void score_blocks(const float* q, int head_dim, const typename Cac
 }
 
 // out[r][columns] = out[r] * alpha[r] + sum over t in order of weight[r][t] * value(t).
-template <class Cache, int kRows, int kChunks>
-static inline void add_values(const typename Cache::T* const* values, int num_tokens, int padded, int column,
-                              const float* weights, const float* alpha, float* out) {
+template <class Cache, int kRows, int kChunks, bool kPrefetch>
+static inline void add_values(const uint8_t* const* values, const uint8_t* const* next, int num_tokens, int padded,
+                              int column, const float* weights, const float* alpha, float* out) {
+  using T = typename Cache::T;
   V16 acc[kRows][kChunks];
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kChunks; ++c)
       acc[r][c] = V16::load(out + (size_t)r * padded + column + c * 16) * V16::set1(alpha[r]);
   for (int t = 0; t < num_tokens; ++t) {
-    const typename Cache::T* value = values[t / 16] + (size_t)(t % 16) * padded + column;
+    const size_t at = ((size_t)(t % 16) * padded + column) * sizeof(T);
+    const T* const value = (const T*)(values[t / 16] + at);
 #pragma GCC unroll 4
     for (int c = 0; c < kChunks; ++c) {
+      ask_for<kPrefetch>(next[t / 16] + at + c * 16 * sizeof(T));
       const V16 v = Cache::load(value + c * 16);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) acc[r][c] = fma(V16::set1(weights[(size_t)r * kPieceTokens + t]), v, acc[r][c]);
     }
   }
@@ -112,12 +129,109 @@ static inline void add_values(const typename Cache::T* const* values, int num_to
     for (int c = 0; c < kChunks; ++c) acc[r][c].store(out + (size_t)r * padded + column + c * 16);
 }
 
-struct AttentionRows {  // state of all rows of a tile; row = token * group + head
-  float* q;             // [rows][head_dim], scaled
-  float* out;           // [rows][padded], not yet divided by `sum`
-  float* high;          // [rows] running maximum of the scores
-  float* sum;           // [rows] running sum of the weights
+struct SpanState {  // of all rows of a tile; row = token * group + head
+  float* high;      // [rows] running maximum of the scores
+  float* sum;       // [rows] running sum of the weights, 0: nothing seen yet
+  float* out;       // [rows][padded], not yet divided by `sum`
 };
+
+// Where the blocks of a piece lie, and those of the piece that this thread probably takes next: the next one of the
+// sequence, or the first of the next task.
+struct Piece {
+  const uint8_t *keys[kPieceBlocks] = {}, *values[kPieceBlocks] = {};
+  const uint8_t *next_keys[kPieceBlocks] = {}, *next_values[kPieceBlocks] = {};
+};
+
+// `value_offset`: of a block's values, in bytes.
+static inline Piece find_piece(const AttentionTask& t, int piece, int blocks, size_t value_offset) {
+  Piece p;
+  const int last_pos = t.first_pos + t.num_tokens - 1;
+  const int next_seen = t.window > 0 && t.next_first_pos >= t.window ? t.next_first_pos - t.window + 1 : 0;
+  const bool is_last = piece + kPieceTokens > last_pos;
+  const uint8_t* const next_kv = is_last ? t.next_kv : t.kv;
+  const int32_t* const next_ids = is_last ? t.next_block_ids : t.block_ids;
+  const int next_block = (is_last ? next_seen / kPieceTokens * kPieceTokens : piece + kPieceTokens) / 16;
+  const int last_block = (is_last ? t.next_last_pos : last_pos) / 16;
+  for (int b = 0; b < blocks; ++b) {
+    p.keys[b] = t.kv + (size_t)t.block_ids[piece / 16 + b] * t.block_stride;
+    p.values[b] = p.keys[b] + value_offset;
+    p.next_keys[b] = next_kv != nullptr && next_block + b <= last_block
+                         ? next_kv + (size_t)next_ids[next_block + b] * t.block_stride
+                         : p.keys[b];
+    p.next_values[b] = p.next_keys[b] + value_offset;
+  }
+  return p;
+}
+
+static inline SpanState state_at(float* memory, int rows) { return {memory, memory + rows, memory + 2 * rows}; }
+
+static inline void clear_state(const SpanState& s, int rows, int head_dim) {
+  std::fill_n(s.high, state_floats(rows, head_dim), 0.0f);
+  std::fill_n(s.high, rows, -INFINITY);
+}
+
+// Adds what rows gathered from the next span to `total`. Scores count in natural logarithms times `unit`.
+static void merge_state(const SpanState& total, const SpanState& part, int rows, int padded, float unit) {
+  for (int r = 0; r < rows; ++r) {
+    if (part.sum[r] == 0.0f) continue;
+    float *out = total.out + (size_t)r * padded, *more = part.out + (size_t)r * padded;
+    if (total.sum[r] == 0.0f) {
+      total.high[r] = part.high[r];
+      total.sum[r] = part.sum[r];
+      memcpy(out, more, (size_t)padded * 4);
+      continue;
+    }
+    const float high = part.high[r] > total.high[r] ? part.high[r] : total.high[r];
+    float factors[16] = {total.high[r] - high, part.high[r] - high};
+    exp16(V16::load(factors) * V16::set1(unit)).store(factors);
+    const V16 old_factor = V16::set1(factors[0]), new_factor = V16::set1(factors[1]);
+    total.high[r] = high;
+    total.sum[r] = total.sum[r] * factors[0] + part.sum[r] * factors[1];
+    for (int d = 0; d < padded; d += 16)
+      fma(V16::load(out + d), old_factor, V16::load(more + d) * new_factor).store(out + d);
+  }
+}
+
+static void write_outputs(const AttentionTask& t, const SpanState& s) {
+  const int padded = (t.head_dim + 15) / 16 * 16;
+  for (int r = 0; r < t.num_tokens * t.group; ++r) {
+    float* out = t.out + (size_t)(r / t.group) * t.ldo + (size_t)(r % t.group) * t.head_dim;
+    const V16 inverse = V16::set1(1.0f / s.sum[r]);
+    for (int d = 0; d < t.head_dim; d += 16) {
+      const V16 y = V16::load(s.out + (size_t)r * padded + d) * inverse;
+      d + 16 <= t.head_dim ? y.store(out + d) : y.store_partial(out + d, t.head_dim - d);
+    }
+  }
+}
+
+static void merge_spans_in(const AttentionTask& t, float unit) {
+  const int rows = t.num_tokens * t.group, spans = last_span(t) - first_span(t) + 1;
+  const SpanState total = state_at(t.states, rows);
+  for (int i = 1; i < spans; ++i)
+    merge_state(total, state_at(t.states + (size_t)i * state_floats(rows, t.head_dim), rows), rows,
+                (t.head_dim + 15) / 16 * 16, unit);
+  write_outputs(t, total);
+}
+
+// Calls attend(first key, last key, state) for the spans that the task asks for, with cleared states. `memory`: of two
+// states.
+template <class F>
+static inline void attend_spans(const AttentionTask& t, float* memory, float unit, const F& attend) {
+  const int rows = t.num_tokens * t.group, last_pos = t.first_pos + t.num_tokens - 1;
+  const size_t floats = state_floats(rows, t.head_dim);
+  const auto attend_to = [&](int span, const SpanState& s) {
+    clear_state(s, rows, t.head_dim);
+    attend(std::max(first_seen(t), span * kSpanTokens), std::min(last_pos, span * kSpanTokens + kSpanTokens - 1), s);
+  };
+  if (t.span >= 0) return attend_to(t.span, state_at(t.states + (size_t)(t.span - first_span(t)) * floats, rows));
+  const SpanState total = state_at(memory, rows), part = state_at(memory + floats, rows);
+  attend_to(first_span(t), total);
+  for (int span = first_span(t) + 1; span <= last_span(t); ++span) {
+    attend_to(span, part);
+    merge_state(total, part, rows, (t.head_dim + 15) / 16 * 16, unit);
+  }
+  write_outputs(t, total);
+}
 
 // Turns a row's scores of one piece into weights and updates its maximum and sum. Returns the factor for
 // what the row has gathered so far. Visible tokens are [lo, hi) of the piece.
@@ -152,9 +266,9 @@ static inline float soften(float* scores, int lo, int hi, float& high, float& su
 
 // Takes the scale of every token's key (which = 0) into its scores, or of its value (1) into its weights.
 template <int kRows>
-static inline void scale_blocks(const int8_t* const* keys, int blocks, int head_dim, int which, float* scores) {
+static inline void scale_blocks(const uint8_t* const* keys, int blocks, int head_dim, int which, float* scores) {
   for (int b = 0; b < blocks; ++b) {
-    const V16 scale = load_bf16(scales_of<Int8Cache>(keys[b], head_dim) + which * kBlockTokens);
+    const V16 scale = load_bf16(scales_of<Int8Cache>((const int8_t*)keys[b], head_dim) + which * kBlockTokens);
     for (int r = 0; r < kRows; ++r) {
       float* s = scores + (size_t)r * kPieceTokens + b * 16;
       (V16::load(s) * scale).store(s);
@@ -162,16 +276,17 @@ static inline void scale_blocks(const int8_t* const* keys, int blocks, int head_
   }
 }
 
-template <class Cache, int kRows>
-static void attend_rows(const AttentionTask& t, const AttentionRows& rows, int row, int piece, int num_tokens,
-                        const typename Cache::T* const* keys, const typename Cache::T* const* values, float* scores) {
+template <class Cache, int kRows, bool kPrefetch>
+static void attend_rows(const AttentionTask& t, const float* queries, const SpanState& state, int row, int piece,
+                        int num_tokens, const Piece& p, float* scores) {
   const int blocks = (num_tokens + 15) / 16, padded = (t.head_dim + 15) / 16 * 16;
-  const float* q = rows.q + (size_t)row * t.head_dim;
+  const float* q = queries + (size_t)row * t.head_dim;
   int b = 0;
   for (; b + kScoreBlocks <= blocks; b += kScoreBlocks)
-    score_blocks<Cache, kRows, kScoreBlocks>(q, t.head_dim, keys + b, scores + b * 16);
-  for (; b < blocks; ++b) score_blocks<Cache, kRows, 1>(q, t.head_dim, keys + b, scores + b * 16);
-  if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(keys, blocks, t.head_dim, 0, scores);
+    score_blocks<Cache, kRows, kScoreBlocks, kPrefetch>(q, t.head_dim, p.keys + b, p.next_keys + b, scores + b * 16);
+  for (; b < blocks; ++b)
+    score_blocks<Cache, kRows, 1, kPrefetch>(q, t.head_dim, p.keys + b, p.next_keys + b, scores + b * 16);
+  if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(p.keys, blocks, t.head_dim, 0, scores);
 
   float alpha[kRows];
   for (int r = 0; r < kRows; ++r) {
@@ -179,71 +294,43 @@ static void attend_rows(const AttentionTask& t, const AttentionRows& rows, int r
     const int first = t.window > 0 && position - t.window + 1 > 0 ? position - t.window + 1 : 0;
     const int lo = first - piece, hi = position + 1 - piece;
     alpha[r] = soften(scores + (size_t)r * kPieceTokens, lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi,
-                      rows.high[row + r], rows.sum[row + r]);
+                      state.high[row + r], state.sum[row + r]);
   }
-  if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(keys, blocks, t.head_dim, 1, scores);
-  float* out = rows.out + (size_t)row * padded;
+  if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(p.keys, blocks, t.head_dim, 1, scores);
+  float* out = state.out + (size_t)row * padded;
   int column = 0;
   for (; column + kValueChunks * 16 <= padded; column += kValueChunks * 16)
-    add_values<Cache, kRows, kValueChunks>(values, num_tokens, padded, column, scores, alpha, out);
+    add_values<Cache, kRows, kValueChunks, kPrefetch>(p.values, p.next_values, num_tokens, padded, column, scores,
+                                                      alpha, out);
   for (; column < padded; column += 16)
-    add_values<Cache, kRows, 1>(values, num_tokens, padded, column, scores, alpha, out);
+    add_values<Cache, kRows, 1, kPrefetch>(p.values, p.next_values, num_tokens, padded, column, scores, alpha, out);
 }
 
 template <class Cache>
 static void attend(const AttentionTask& t, float* scratch) {
-  using T = typename Cache::T;
-  const int num_rows = t.num_tokens * t.group, padded = (t.head_dim + 15) / 16 * 16;
-  AttentionRows rows;
-  float* scores = scratch;
-  rows.high = scores + (size_t)kRowsAtOnce * kPieceTokens;
-  rows.sum = rows.high + num_rows;
-  rows.q = rows.sum + num_rows;
-  rows.out = rows.q + (size_t)num_rows * t.head_dim;
+  const int num_rows = t.num_tokens * t.group;
+  float* const scores = scratch;
+  float* const queries = scores + (size_t)kRowsAtOnce * kPieceTokens;  // [rows][head_dim], scaled
   for (int r = 0; r < num_rows; ++r) {
     const float* q = t.q + (size_t)(r / t.group) * t.ldq + (size_t)(r % t.group) * t.head_dim;
-    for (int d = 0; d < t.head_dim; ++d) rows.q[(size_t)r * t.head_dim + d] = q[d] * t.scale;
-    rows.high[r] = -INFINITY;
-    rows.sum[r] = 0.0f;
-    for (int d = 0; d < padded; ++d) rows.out[(size_t)r * padded + d] = 0.0f;
+    for (int d = 0; d < t.head_dim; ++d) queries[(size_t)r * t.head_dim + d] = q[d] * t.scale;
   }
-
-  const int last_pos = t.first_pos + t.num_tokens - 1;
-  const int first_seen = t.window > 0 && t.first_pos - t.window + 1 > 0 ? t.first_pos - t.window + 1 : 0;
-  for (int piece = first_seen / kPieceTokens * kPieceTokens; piece <= last_pos; piece += kPieceTokens) {
-    const int num_tokens = last_pos + 1 - piece < kPieceTokens ? last_pos + 1 - piece : kPieceTokens;
-    const T* keys[kPieceBlocks];
-    const T* values[kPieceBlocks];
-    for (int b = 0; b < (num_tokens + 15) / 16; ++b) {
-      keys[b] = (const T*)(t.kv + (size_t)t.block_ids[piece / 16 + b] * t.block_stride);
-      values[b] = keys[b] + (size_t)t.head_dim * 16;
+  attend_spans(t, queries + (size_t)num_rows * t.head_dim, 1.0f, [&](int first, int last, const SpanState& state) {
+    for (int piece = first / kPieceTokens * kPieceTokens; piece <= last; piece += kPieceTokens) {
+      const int num_tokens = std::min(last + 1 - piece, kPieceTokens);
+      const Piece p = find_piece(t, piece, (num_tokens + 15) / 16, (size_t)t.head_dim * 16 * sizeof(typename Cache::T));
+      in_row_tiles<kRowsAtOnce>(num_rows, [&](int row, auto rows) {
+        num_rows <= kRowsAtOnce
+            ? attend_rows<Cache, rows.value, true>(t, queries, state, row, piece, num_tokens, p, scores)
+            : attend_rows<Cache, rows.value, false>(t, queries, state, row, piece, num_tokens, p, scores);
+      });
     }
-    int row = 0;
-    for (; row + 4 <= num_rows; row += 4) attend_rows<Cache, 4>(t, rows, row, piece, num_tokens, keys, values, scores);
-    switch (num_rows - row) {
-      case 3:
-        attend_rows<Cache, 3>(t, rows, row, piece, num_tokens, keys, values, scores);
-        break;
-      case 2:
-        attend_rows<Cache, 2>(t, rows, row, piece, num_tokens, keys, values, scores);
-        break;
-      case 1:
-        attend_rows<Cache, 1>(t, rows, row, piece, num_tokens, keys, values, scores);
-        break;
-      default:
-        break;
-    }
-  }
-  for (int r = 0; r < num_rows; ++r) {
-    float* out = t.out + (size_t)(r / t.group) * t.ldo + (size_t)(r % t.group) * t.head_dim;
-    const float inverse = 1.0f / rows.sum[r];
-    for (int d = 0; d < t.head_dim; ++d) out[d] = rows.out[(size_t)r * padded + d] * inverse;
-  }
+  });
 }
 
 static size_t row_scratch_bytes(int group, int head_dim) {
   const size_t rows = (size_t)kTileTokens * group;
-  return 4 * ((size_t)kRowsAtOnce * kPieceTokens + rows * (2 + (size_t)head_dim + (head_dim + 15) / 16 * 16));
+  return 4 * ((size_t)kRowsAtOnce * kPieceTokens + rows * head_dim + 2 * state_floats((int)rows, head_dim));
 }
 
 static void store_kv_rows(const float* k, const float* v, int head_dim, KvType type, uint8_t* kv, int offset) {
@@ -278,4 +365,6 @@ static size_t attention_scratch_bytes(int group, int head_dim) { return row_scra
 static void attention(const AttentionTask& task, KvType type, void* scratch) {
   attention_rows(task, type, (float*)scratch);
 }
+
+static void merge_spans(const AttentionTask& task, KvType) { merge_spans_in(task, 1.0f); }
 #endif

@@ -28,9 +28,7 @@ static void store_kv_pairs(const float* k, const float* v, int head_dim, uint8_t
 struct PairScratch {
   float* scores;      // [16][64]
   float* update;      // [16][padded] what one piece adds
-  float* high;        // [rows]
-  float* sum;         // [rows]
-  float* out;         // [rows][padded]
+  float* states;      // of attend_spans
   uint16_t* weights;  // [16][64]
   uint16_t* q;        // [rows][depth]
 };
@@ -45,9 +43,7 @@ static inline size_t pair_scratch_bytes(int rows, int head_dim, PairScratch* s, 
   };
   s->scores = (float*)take(16 * kPieceTokens * 4);
   s->update = (float*)take((size_t)16 * padded * 4);
-  s->high = (float*)take((size_t)rows * 4);
-  s->sum = (float*)take((size_t)rows * 4);
-  s->out = (float*)take((size_t)rows * padded * 4);
+  s->states = (float*)take(2 * state_floats(rows, head_dim) * 4);
   s->weights = (uint16_t*)take(16 * kPieceTokens * 2);
   s->q = (uint16_t*)take((size_t)rows * depth * 2);
   return at;
@@ -125,9 +121,8 @@ static inline void soften_rows(float* scores, uint16_t* weights, const Visible* 
 }
 
 static inline void load_queries(const AttentionTask& t, const PairScratch& s, int num_rows, int rows_up) {
-  const int depth = padded32(t.head_dim), padded = (t.head_dim + 15) / 16 * 16;
+  const int depth = padded32(t.head_dim);
   memset(s.q, 0, (size_t)rows_up * depth * 2);
-  memset(s.out, 0, (size_t)rows_up * padded * 4);
   const V16 scale = V16::set1(t.scale / kLn2);
   for (int r = 0; r < num_rows; ++r) {
     const float* q = t.q + (size_t)(r / t.group) * t.ldq + (size_t)(r % t.group) * t.head_dim;
@@ -136,8 +131,6 @@ static inline void load_queries(const AttentionTask& t, const PairScratch& s, in
       const __m256i b = (__m256i)_mm512_cvtneps_pbh((V16::load_partial(q + d, left) * scale).v);
       _mm256_mask_storeu_epi16(s.q + (size_t)r * depth + d, (__mmask16)((1u << left) - 1u), b);
     }
-    s.high[r] = -INFINITY;
-    s.sum[r] = 0.0f;
   }
 }
 
@@ -155,54 +148,29 @@ static void attend_pairs(const AttentionTask& t, uint8_t* scratch) {
   load_queries(t, s, num_rows, rows_up);
   begin_products(num_rows < 16 ? num_rows : 16);
 
-  const int last_pos = t.first_pos + t.num_tokens - 1;
-  const auto first_piece = [&](int first_pos) {
-    const int first_seen = t.window > 0 && first_pos - t.window + 1 > 0 ? first_pos - t.window + 1 : 0;
-    return first_seen / kPieceTokens * kPieceTokens;
-  };
-  for (int piece = first_piece(t.first_pos); piece <= last_pos; piece += kPieceTokens) {
-    const int num_tokens = last_pos + 1 - piece < kPieceTokens ? last_pos + 1 - piece : kPieceTokens;
-    const int blocks = (num_tokens + 15) / 16;
-    const uint8_t *keys[kPieceBlocks] = {}, *values[kPieceBlocks] = {};
-    const uint8_t *next_keys[kPieceBlocks] = {}, *next_values[kPieceBlocks] = {};
-    // Behind the last piece come those of the next task.
-    const bool is_last = piece + kPieceTokens > last_pos;
-    const uint8_t* const next_kv = is_last ? t.next_kv : t.kv;
-    const int32_t* const next_ids = is_last ? t.next_block_ids : t.block_ids;
-    const int next_block = (is_last ? first_piece(t.next_first_pos) : piece + kPieceTokens) / 16;
-    const int last_block = (is_last ? t.next_last_pos : last_pos) / 16;
-    for (int b = 0; b < blocks; ++b) {
-      keys[b] = t.kv + (size_t)t.block_ids[piece / 16 + b] * t.block_stride;
-      values[b] = keys[b] + (size_t)depth * 32;
-      next_keys[b] = next_kv != nullptr && next_block + b <= last_block
-                         ? next_kv + (size_t)next_ids[next_block + b] * t.block_stride
-                         : keys[b];
-      next_values[b] = next_keys[b] + (size_t)depth * 32;
-    }
-    for (int row = 0; row < num_rows; row += 16) {
-      const int rows = num_rows - row < 16 ? num_rows - row : 16;
-      // Causality: the first rows of a tile may see nothing of its last piece.
-      if (t.first_pos + (row + rows - 1) / t.group < piece) continue;
-      score_rows(s.q + (size_t)row * depth, rows, depth, keys, next_keys, blocks, s.scores);
-      alignas(64) float alpha[16];
-      Visible seen[16];
-      for (int r = 0; r < rows; ++r) {
-        const int position = t.first_pos + (row + r) / t.group;
-        const int first = t.window > 0 && position - t.window + 1 > 0 ? position - t.window + 1 : 0;
-        const int lo = first - piece, hi = position + 1 - piece;
-        seen[r] = {lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi};
+  attend_spans(t, s.states, kLn2, [&](int first, int last, const SpanState& state) {
+    for (int piece = first / kPieceTokens * kPieceTokens; piece <= last; piece += kPieceTokens) {
+      const int blocks = (std::min(last + 1 - piece, kPieceTokens) + 15) / 16;
+      const Piece p = find_piece(t, piece, blocks, (size_t)depth * 32);
+      for (int row = 0; row < num_rows; row += 16) {
+        const int rows = num_rows - row < 16 ? num_rows - row : 16;
+        // Causality: the first rows of a tile may see nothing of its last piece.
+        if (t.first_pos + (row + rows - 1) / t.group < piece) continue;
+        score_rows(s.q + (size_t)row * depth, rows, depth, p.keys, p.next_keys, blocks, s.scores);
+        alignas(64) float alpha[16];
+        Visible seen[16];
+        for (int r = 0; r < rows; ++r) {
+          const int position = t.first_pos + (row + r) / t.group;
+          const int from = t.window > 0 && position - t.window + 1 > 0 ? position - t.window + 1 : 0;
+          const int lo = from - piece, hi = position + 1 - piece;
+          seen[r] = {lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi};
+        }
+        soften_rows(s.scores, s.weights, seen, rows, state.high + row, state.sum + row, alpha);
+        add_weighed_values(s, rows, p.values, p.next_values, blocks, padded, alpha, state.out + (size_t)row * padded);
       }
-      soften_rows(s.scores, s.weights, seen, rows, s.high + row, s.sum + row, alpha);
-      add_weighed_values(s, rows, values, next_values, blocks, padded, alpha, s.out + (size_t)row * padded);
     }
-  }
+  });
   end_products();
-  for (int r = 0; r < num_rows; ++r) {
-    float* out = t.out + (size_t)(r / t.group) * t.ldo + (size_t)(r % t.group) * t.head_dim;
-    const V16 inverse = V16::set1(1.0f / s.sum[r]);
-    for (int d = 0; d < t.head_dim; d += 16)
-      (V16::load(s.out + (size_t)r * padded + d) * inverse).store_partial(out + d, lanes_left(t.head_dim, d));
-  }
 }
 
 static void store_kv(const float* k, const float* v, int head_dim, KvType type, uint8_t* kv, int offset) {
@@ -218,4 +186,8 @@ static size_t attention_scratch_bytes(int group, int head_dim) {
 
 static void attention(const AttentionTask& task, KvType type, void* scratch) {
   type == KvType::kBf16 ? attend_pairs(task, (uint8_t*)scratch) : attention_rows(task, type, (float*)scratch);
+}
+
+static void merge_spans(const AttentionTask& task, KvType type) {
+  merge_spans_in(task, type == KvType::kBf16 ? kLn2 : 1.0f);
 }

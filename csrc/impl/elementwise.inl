@@ -41,18 +41,24 @@ static void add_rms_norm(float* x, const float* delta, const float* weight, int 
   rms_norm(x, weight, n, eps, y);
 }
 
+// Rotates up to 16 pairs; kWhole: 16.
+template <bool kWhole>
+static inline void rotate(float* a, float* b, const float* cos, const float* sin, int left) {
+  const auto load = [&](const float* p) { return kWhole ? V16::load(p) : V16::load_partial(p, left); };
+  const auto store = [&](V16 x, float* p) { kWhole ? x.store(p) : x.store_partial(p, left); };
+  const V16 c = load(cos), s = load(sin), u = load(a), v = load(b);
+  store(u * c - v * s, a);
+  store(v * c + u * s, b);
+}
+
 static void rope(float* x, int heads, int head_dim, const float* cos, const float* sin) {
   const int half = head_dim / 2;
   for (int h = 0; h < heads; ++h) {
     float* a = x + (size_t)h * head_dim;
     float* b = a + half;
-    for (int i = 0; i < half; i += 16) {
-      const int left = lanes_left(half, i);
-      const V16 c = V16::load_partial(cos + i, left), s = V16::load_partial(sin + i, left);
-      const V16 u = V16::load_partial(a + i, left), v = V16::load_partial(b + i, left);
-      (u * c - v * s).store_partial(a + i, left);
-      (v * c + u * s).store_partial(b + i, left);
-    }
+    int i = 0;
+    for (; i + 16 <= half; i += 16) rotate<true>(a + i, b + i, cos + i, sin + i, 16);
+    if (i < half) rotate<false>(a + i, b + i, cos + i, sin + i, half - i);
   }
 }
 

@@ -79,28 +79,46 @@ static inline __m256i first_lanes(int n) {
 }
 // Whole vectors without a mask: a masked store would hold up a load of the same place.
 static inline __m256 load_some(const float* p, int n) {
-  return n >= 8 ? _mm256_loadu_ps(p) : _mm256_maskload_ps(p, first_lanes(n));
+  return n >= 8 ? _mm256_loadu_ps(p) : _mm256_maskload_ps(p, first_lanes(n));  // n may be negative
 }
 static inline void store_some(__m256 x, float* p, int n) {
   n >= 8 ? _mm256_storeu_ps(p, x) : _mm256_maskstore_ps(p, first_lanes(n), x);
 }
 
-// Adds the products of the rows' large values with a panel to what is in y.
-template <Form kForm, int kChunks>
+// Adds the products of the rows' large values with kPanels panels to what is in y, which stays in registers for all
+// values of a row.
+template <int kPanels, Form kForm, int kChunks, bool kHalfScales>
 static void add_large_values(const LinearArgs& a, int panel) {
+  constexpr int kVectors = 2 * kPanels;
   const PackedMatrix& w = *a.w;
   const __m256i zero = _mm256_set1_epi32(w.zero), mask = _mm256_set1_epi32(kForm == Form::kQ4 ? 15 : 255);
-  for (const LargeValue *v = a.large + a.large_starts[0], *end = a.large + a.large_starts[a.rows]; v != end; ++v) {
-    const Place at = place_of<kForm>((uint32_t)v->k);
-    for (int half = 0; half < 2; ++half) {
-      const int left = w.n - panel * 16 - half * 8;
-      float* const y = a.y + (v->row - a.first_row) * a.ldy + (panel - a.first_panel) * 16 + half * 8;
-      const __m256i words = _mm256_loadu_si256((const __m256i*)(w.panel(panel) + at.offset + half * 32));
-      const __m256i q = _mm256_and_si256(_mm256_srl_epi32(words, _mm_cvtsi32_si128(at.shift)), mask);
-      const __m256 scale = load_half_scale(w.panel_scales(panel), (size_t)v->k / (kChunks * 8), half, w.half_scales);
-      const __m256 weight = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(q, zero)), scale);
-      store_some(_mm256_fmadd_ps(_mm256_set1_ps(v->value), weight, load_some(y, left)), y, left);
+  const uint8_t *data[kPanels], *scales[kPanels];
+  for (int p = 0; p < kPanels; ++p) {
+    data[p] = w.panel(panel + p);
+    scales[p] = w.panel_scales(panel + p);
+  }
+  const int columns = w.n - panel * 16;
+  for (int row = 0; row < a.rows; ++row) {
+    const LargeValue *value = a.large + a.large_starts[row], *end = a.large + a.large_starts[row + 1];
+    if (value == end) continue;
+    float* const out = a.y + row * a.ldy + (panel - a.first_panel) * 16;
+    __m256 y[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) y[v] = load_some(out + v * 8, columns - v * 8);
+    for (; value != end; ++value) {
+      const Place at = place_of<kForm>((uint32_t)value->k);
+      const __m128i shift = _mm_cvtsi32_si128(at.shift);
+      const __m256 x = _mm256_set1_ps(value->value);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const __m256i words = _mm256_loadu_si256((const __m256i*)(data[v / 2] + at.offset + v % 2 * 32));
+        const __m256i q = _mm256_and_si256(_mm256_srl_epi32(words, shift), mask);
+        const __m256 scale = load_half_scale(scales[v / 2], (uint32_t)value->k / (kChunks * 8), v % 2, kHalfScales);
+        y[v] = _mm256_fmadd_ps(x, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(q, zero)), scale), y[v]);
+      }
     }
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) store_some(y[v], out + v * 8, columns - v * 8);
   }
 }
 
@@ -166,13 +184,15 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
 
 template <Form kForm, int kChunks, bool kMin, bool kHalfScales>
 static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end) {
-  for (int p = panel_begin; p < panel_end; ++p) {
+  for (int p = panel_begin; p < panel_end; ++p)
     in_row_tiles<kTileRows8>(a.rows, [&](int row, auto rows) {
       row == 0 ? int8_tile<rows.value, kForm, kChunks, kMin, kHalfScales, true>(a, row, p)
                : int8_tile<rows.value, kForm, kChunks, kMin, kHalfScales, false>(a, row, p);
     });
-    add_large_values<kForm, kChunks>(a, p);
-  }
+  if (a.large_starts[0] == a.large_starts[a.rows]) return;
+  int p = panel_begin;
+  for (; p + 2 <= panel_end; p += 2) add_large_values<2, kForm, kChunks, kHalfScales>(a, p);
+  for (; p < panel_end; ++p) add_large_values<1, kForm, kChunks, kHalfScales>(a, p);
 }
 
 template <Form kForm>

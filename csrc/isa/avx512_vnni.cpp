@@ -1,6 +1,7 @@
 // Kernels for "avx512_vnni"; compiled with that instruction set's flags (see CMakeLists.txt).
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

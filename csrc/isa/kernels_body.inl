@@ -1,6 +1,7 @@
 // The body of one instruction set's translation unit; the including file opened its namespace.
 // clang-format off: each include builds on the ones before it.
 #include "../impl/vec.h"
+#include "../impl/tiles.inl"
 #include "../impl/elementwise.inl"
 #include "../impl/gemm_f32.inl"
 #if defined(OCTAVO_ISA_AMX)
@@ -65,6 +66,7 @@ static const Kernels kKernels = {
     store_kv,
     attention_scratch_bytes,
     attention,
+    merge_spans,
     sample_row,
 };
 // clang-format on

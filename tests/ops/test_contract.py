@@ -255,3 +255,23 @@ def test_attention_does_not_depend_on_chunks(isa: str, kv: str) -> None:
         for chunk, threads in ((1, 1), (5, 2), (16, 2), (64, 1)):
             part = run_attention(isa, inputs, kv=kv, chunk=chunk, threads=threads, seed=chunk)
             np.testing.assert_array_equal(part, whole)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_long_attention_does_not_depend_on_its_threads(isa: str, kv: str) -> None:
+    """A long context's spans are attended to by one thread, or each by another; the last token alone, or in a tile."""
+    op = OPS["attention"]
+    rng = np.random.default_rng(6)
+    for window in (None, 300, 70):
+        inputs = op.example(rng, 700, 64)
+        inputs = {**inputs, "k": inputs["k"][-700:], "v": inputs["v"][-700:], "positions": np.arange(700)}
+        inputs["window"] = window
+        whole = run_attention(isa, inputs, kv=kv, threads=1)
+        for chunk, threads in ((699, 1), (699, 2), (233, 3)):  # the last chunk is one token
+            part = run_attention(isa, inputs, kv=kv, chunk=chunk, threads=threads)
+            np.testing.assert_array_equal(part, whole)
+        kept = {key: as_kept(inputs[key], kv, inputs["head_dim"]) for key in ("k", "v")}
+        if kv != "bfloat16":
+            expected = inputs | kept
+            assert_close(whole, op.reference(**expected), op.tolerance(expected, 0.0))
