@@ -130,13 +130,14 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
   const int8_t* x = row_bytes(a.prepared, w.k) + row * ld;
   const RowSums s = row_sums(a.sums + row * a.ld_sums, w.k);
   const float* total = w.group == kQuant ? s.total32 : s.total16;
-  const size_t ahead = prefetch_distance(w, 1);
+  PanelAhead ahead(w, panel, 2);
   const uint8_t *data = w.panel(panel), *scales = w.panel_scales(panel), *mins = w.panel_mins(panel);
   __m256 sums[kRows][kHalves];
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
     for (int p = 0; p < kHalves; ++p) sums[m][p] = _mm256_setzero_ps();
   for (int g = 0; g < w.groups; ++g) {
+    if constexpr (kPrefetch) ahead.ask();
     __m256i part[kRows][kHalves];
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
@@ -148,13 +149,8 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
       for (int p = 0; p < kHalves; ++p) part[m][p] = start;
     }
 #pragma GCC unroll 4
-    for (int c = 0; c < kChunks; ++c, data += kChunkBytes) {
-      if constexpr (kPrefetch) {
-        _mm_prefetch((const char*)data + ahead, _MM_HINT_T1);
-        if (kForm != Form::kQ4) _mm_prefetch((const char*)data + ahead + 64, _MM_HINT_T1);
-      }
+    for (int c = 0; c < kChunks; ++c, data += kChunkBytes)
       multiply_chunk<kRows, kForm>(data, x + (g * kChunks + c) * 8, ld, part);
-    }
     const int quant = g * kChunks * 8 / kQuant;
     __m256 scale[kHalves], min[kHalves];
 #pragma GCC unroll 2

@@ -8,30 +8,28 @@ static inline __m512i broadcast_bytes(const int8_t* x) {
 }
 
 // The bytes of eight k of a panel: two operands of four k each.
-template <Form kForm, bool kPrefetch>
-static inline void load_chunk(const uint8_t* panel, int chunk, size_t ahead, __m512i (&w)[2]) {
+template <Form kForm>
+static inline void load_chunk(const uint8_t* panel, int chunk, __m512i (&w)[2]) {
   const uint8_t* p = panel + (size_t)chunk * (kForm == Form::kQ4 ? 64 : 128);
-  if constexpr (kPrefetch) _mm_prefetch((const char*)p + ahead, _MM_HINT_T1);
   if constexpr (kForm == Form::kQ4) {
     const __m512i words = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
     w[0] = _mm512_and_si512(words, mask);
     w[1] = _mm512_and_si512(_mm512_srli_epi16(words, 4), mask);
   } else {
-    if constexpr (kPrefetch) _mm_prefetch((const char*)p + ahead + 64, _MM_HINT_T1);
     w[0] = _mm512_loadu_si512(p);
     w[1] = _mm512_loadu_si512(p + 64);
   }
 }
 
 // Adds the products of one group of weights and the rows' bytes at x to part[m][p].
-template <int kRows, int kPanels, Form kForm, int kChunks, bool kPrefetch>
+template <int kRows, int kPanels, Form kForm, int kChunks>
 static inline void multiply_group(const uint8_t* const (&data)[kPanels], const int8_t* x, int64_t ld, int chunk,
-                                  size_t ahead, __m512i (&part)[kRows][kPanels]) {
+                                  __m512i (&part)[kRows][kPanels]) {
 #pragma GCC unroll 4
   for (int c = chunk; c < chunk + kChunks; ++c) {
     __m512i q[kPanels][2];
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; ++p) load_chunk<kForm, kPrefetch>(data[p], c, ahead, q[p]);
+    for (int p = 0; p < kPanels; ++p) load_chunk<kForm>(data[p], c, q[p]);
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h)
 #pragma GCC unroll 8
@@ -73,13 +71,16 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel, WideBatch*
   const RowSums s = row_sums(a.sums + row * a.ld_sums, w.k);
   const float* total = kChunks * 8 == kQuant ? s.total32 : s.total16;
   const int32_t* zeros = kChunks * 8 == kQuant ? s.zeros32 : s.zeros16;
-  const size_t ahead = prefetch_distance(w, kPanels);
+  // Panels at work lie one behind the other, and so do those ahead.
+  PanelAhead ahead(w, panel, kPanels);
   const uint8_t* data[kPanels];
   for (int p = 0; p < kPanels; ++p) data[p] = w.panel(panel + p);
   V16 acc[kRows][kPanels];
   for (int m = 0; m < kRows; ++m)
     for (int p = 0; p < kPanels; ++p) acc[m][p] = V16::zero();
   for (int g = 0; g < w.groups; ++g) {
+    if constexpr (kPrefetch)
+      for (int p = 0; p < kPanels; ++p) ahead.ask();
     if constexpr (kWide) {
       if (wide->next < wide->next_end) {
         _mm_prefetch(wide->next, _MM_HINT_T1);
@@ -96,7 +97,7 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel, WideBatch*
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p) part[m][p] = start;
     }
-    multiply_group<kRows, kPanels, kForm, kChunks, kPrefetch>(data, x, ld, g * kChunks, ahead, part);
+    multiply_group<kRows, kPanels, kForm, kChunks>(data, x, ld, g * kChunks, part);
     const int quant = g * kChunks * 8 / kQuant;
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
