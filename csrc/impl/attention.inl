@@ -7,14 +7,14 @@
 
 static constexpr int kPieceTokens = 64;
 static constexpr int kPieceBlocks = kPieceTokens / 16;
+// Rows at once, and for so many rows the key blocks or chunks of 16 value columns at once: in 32 registers of 16 floats
+// 4 x 4 sums; in 16 of 8 floats 6 x 1 or 3 x 2, of two registers each.
 #if defined(OCTAVO_ISA_AVX512)
-static constexpr int kScoreBlocks = 4;  // key blocks at once: 4 rows x 4 = 16 sums in 32 registers
-static constexpr int kValueChunks = 4;  // chunks of 16 value columns at once
 static constexpr int kRowsAtOnce = 4;
+static constexpr int columns_at_once(int) { return 4; }
 #else
-static constexpr int kScoreBlocks = 1;  // 6 rows x 2 vectors in 16 registers
-static constexpr int kValueChunks = 1;
 static constexpr int kRowsAtOnce = 6;
+static constexpr int columns_at_once(int rows) { return rows <= 3 ? 2 : 1; }
 #endif
 
 struct Bf16Cache {
@@ -281,9 +281,10 @@ static void attend_rows(const AttentionTask& t, const float* queries, const Span
                         int num_tokens, const Piece& p, float* scores) {
   const int blocks = (num_tokens + 15) / 16, padded = (t.head_dim + 15) / 16 * 16;
   const float* q = queries + (size_t)row * t.head_dim;
+  constexpr int kAtOnce = columns_at_once(kRows);
   int b = 0;
-  for (; b + kScoreBlocks <= blocks; b += kScoreBlocks)
-    score_blocks<Cache, kRows, kScoreBlocks, kPrefetch>(q, t.head_dim, p.keys + b, p.next_keys + b, scores + b * 16);
+  for (; b + kAtOnce <= blocks; b += kAtOnce)
+    score_blocks<Cache, kRows, kAtOnce, kPrefetch>(q, t.head_dim, p.keys + b, p.next_keys + b, scores + b * 16);
   for (; b < blocks; ++b)
     score_blocks<Cache, kRows, 1, kPrefetch>(q, t.head_dim, p.keys + b, p.next_keys + b, scores + b * 16);
   if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(p.keys, blocks, t.head_dim, 0, scores);
@@ -299,9 +300,9 @@ static void attend_rows(const AttentionTask& t, const float* queries, const Span
   if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(p.keys, blocks, t.head_dim, 1, scores);
   float* out = state.out + (size_t)row * padded;
   int column = 0;
-  for (; column + kValueChunks * 16 <= padded; column += kValueChunks * 16)
-    add_values<Cache, kRows, kValueChunks, kPrefetch>(p.values, p.next_values, num_tokens, padded, column, scores,
-                                                      alpha, out);
+  for (; column + kAtOnce * 16 <= padded; column += kAtOnce * 16)
+    add_values<Cache, kRows, kAtOnce, kPrefetch>(p.values, p.next_values, num_tokens, padded, column, scores, alpha,
+                                                 out);
   for (; column < padded; column += 16)
     add_values<Cache, kRows, 1, kPrefetch>(p.values, p.next_values, num_tokens, padded, column, scores, alpha, out);
 }
