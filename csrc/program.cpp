@@ -272,8 +272,8 @@ void Program::attention(View q, View k, View v, int layer, int window, float sca
     if (s.size() < bytes) s.resize(bytes);
   // One sequence of any length can be shared out among the threads, or several shorter ones.
   const size_t spans = (size_t)(rope_positions_ + kSpanTokens - 1) / kSpanTokens * (size_t)kv_.heads;
-  const size_t floats = std::max(spans, (size_t)kSpansPerThread * pool_.size()) *
-                        state_floats(query_group(op), kv_.head_dim);
+  const size_t floats =
+      std::max(spans, (size_t)kSpansPerThread * pool_.size()) * state_floats(query_group(op), kv_.head_dim);
   if (span_states_.size() < floats) span_states_.resize(floats);
 }
 
