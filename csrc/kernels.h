@@ -73,10 +73,9 @@ constexpr int kTileTokens = 16;  // most query tokens in an AttentionTask
 // are merged in order, by whichever thread: long contexts can be shared out, and a result depends on nothing but the
 // query's position and context.
 constexpr int kSpanTokens = 256;
-inline int first_seen(const AttentionTask& t) {
-  return t.window > 0 && t.first_pos >= t.window ? t.first_pos - t.window + 1 : 0;
-}
-inline int first_span(const AttentionTask& t) { return first_seen(t) / kSpanTokens; }
+// The first key that the query at `position` sees.
+inline int first_seen(int position, int window) { return window > 0 && position >= window ? position - window + 1 : 0; }
+inline int first_span(const AttentionTask& t) { return first_seen(t.first_pos, t.window) / kSpanTokens; }
 inline int last_span(const AttentionTask& t) { return (t.first_pos + t.num_tokens - 1) / kSpanTokens; }
 
 // Floats of what `rows` queries have gathered from a span: their maxima, sums and outputs.

@@ -146,11 +146,11 @@ struct Piece {
 static inline Piece find_piece(const AttentionTask& t, int piece, int blocks, size_t value_offset) {
   Piece p;
   const int last_pos = t.first_pos + t.num_tokens - 1;
-  const int next_seen = t.window > 0 && t.next_first_pos >= t.window ? t.next_first_pos - t.window + 1 : 0;
   const bool is_last = piece + kPieceTokens > last_pos;
   const uint8_t* const next_kv = is_last ? t.next_kv : t.kv;
   const int32_t* const next_ids = is_last ? t.next_block_ids : t.block_ids;
-  const int next_block = (is_last ? next_seen / kPieceTokens * kPieceTokens : piece + kPieceTokens) / 16;
+  const int next_block =
+      (is_last ? first_seen(t.next_first_pos, t.window) / kPieceTokens * kPieceTokens : piece + kPieceTokens) / 16;
   const int last_block = (is_last ? t.next_last_pos : last_pos) / 16;
   for (int b = 0; b < blocks; ++b) {
     p.keys[b] = t.kv + (size_t)t.block_ids[piece / 16 + b] * t.block_stride;
@@ -171,7 +171,8 @@ static inline void clear_state(const SpanState& s, int rows, int head_dim) {
 }
 
 // Adds what rows gathered from the next span to `total`. Scores count in natural logarithms times `unit`.
-static void merge_state(const SpanState& total, const SpanState& part, int rows, int padded, float unit) {
+static void merge_state(const SpanState& total, const SpanState& part, int rows, int head_dim, float unit) {
+  const int padded = (head_dim + 15) / 16 * 16;
   for (int r = 0; r < rows; ++r) {
     if (part.sum[r] == 0.0f) continue;
     float *out = total.out + (size_t)r * padded, *more = part.out + (size_t)r * padded;
@@ -208,8 +209,7 @@ static void merge_spans_in(const AttentionTask& t, float unit) {
   const int rows = t.num_tokens * t.group, spans = last_span(t) - first_span(t) + 1;
   const SpanState total = state_at(t.states, rows);
   for (int i = 1; i < spans; ++i)
-    merge_state(total, state_at(t.states + (size_t)i * state_floats(rows, t.head_dim), rows), rows,
-                (t.head_dim + 15) / 16 * 16, unit);
+    merge_state(total, state_at(t.states + (size_t)i * state_floats(rows, t.head_dim), rows), rows, t.head_dim, unit);
   write_outputs(t, total);
 }
 
@@ -221,14 +221,15 @@ static inline void attend_spans(const AttentionTask& t, float* memory, float uni
   const size_t floats = state_floats(rows, t.head_dim);
   const auto attend_to = [&](int span, const SpanState& s) {
     clear_state(s, rows, t.head_dim);
-    attend(std::max(first_seen(t), span * kSpanTokens), std::min(last_pos, span * kSpanTokens + kSpanTokens - 1), s);
+    attend(std::max(first_seen(t.first_pos, t.window), span * kSpanTokens),
+           std::min(last_pos, span * kSpanTokens + kSpanTokens - 1), s);
   };
   if (t.span >= 0) return attend_to(t.span, state_at(t.states + (size_t)(t.span - first_span(t)) * floats, rows));
   const SpanState total = state_at(memory, rows), part = state_at(memory + floats, rows);
   attend_to(first_span(t), total);
   for (int span = first_span(t) + 1; span <= last_span(t); ++span) {
     attend_to(span, part);
-    merge_state(total, part, rows, (t.head_dim + 15) / 16 * 16, unit);
+    merge_state(total, part, rows, t.head_dim, unit);
   }
   write_outputs(t, total);
 }
@@ -292,8 +293,7 @@ static void attend_rows(const AttentionTask& t, const float* queries, const Span
   float alpha[kRows];
   for (int r = 0; r < kRows; ++r) {
     const int position = t.first_pos + (row + r) / t.group;
-    const int first = t.window > 0 && position - t.window + 1 > 0 ? position - t.window + 1 : 0;
-    const int lo = first - piece, hi = position + 1 - piece;
+    const int lo = first_seen(position, t.window) - piece, hi = position + 1 - piece;
     alpha[r] = soften(scores + (size_t)r * kPieceTokens, lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi,
                       state.high[row + r], state.sum[row + r]);
   }

@@ -161,8 +161,7 @@ static void attend_pairs(const AttentionTask& t, uint8_t* scratch) {
         Visible seen[16];
         for (int r = 0; r < rows; ++r) {
           const int position = t.first_pos + (row + r) / t.group;
-          const int from = t.window > 0 && position - t.window + 1 > 0 ? position - t.window + 1 : 0;
-          const int lo = from - piece, hi = position + 1 - piece;
+          const int lo = first_seen(position, t.window) - piece, hi = position + 1 - piece;
           seen[r] = {lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi};
         }
         soften_rows(s.scores, s.weights, seen, rows, state.high + row, state.sum + row, alpha);
