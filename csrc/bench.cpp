@@ -228,8 +228,7 @@ std::vector<std::pair<std::string, double>> measure_limits(const std::string& is
   const auto measure = [&](const char* name, double (*work)(int)) {
     limits.emplace_back(name, best_rate(num_threads, seconds, work));
   };
-  const bool amx = isa == "amx", bf16 = amx || isa == "avx512_bf16" || isa == "avx512_vnni";
-  const bool avx512 = bf16 || isa == "avx512";
+  const bool amx = isa == "amx", bf16 = amx || isa.ends_with("_bf16"), avx512 = amx || isa.starts_with("avx512");
   auto* sum = avx512 ? sum_avx512 : isa == "avx2" ? sum_avx2 : sum_scalar;
   limits.emplace_back("dram_read", read_rate(sum, num_threads, seconds, dram_bytes / num_threads));
   limits.emplace_back("cache_read", read_rate(sum, num_threads, seconds, kCacheBytes));

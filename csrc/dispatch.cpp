@@ -23,14 +23,19 @@ const Kernels* kernels();
 namespace isa_avx512_vnni {
 const Kernels* kernels();
 }
+namespace isa_avx512_vnni_bf16 {
+const Kernels* kernels();
+}
 namespace isa_amx {
 const Kernels* kernels();
 }
 
 namespace {
 
-// From the most portable to the fastest. __builtin_cpu_supports also checks that the system saves the registers.
-const char* const kIsas[] = {"scalar", "avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx", nullptr};
+// From the slowest to the fastest. "avx512" multiplies in float32, so the 8-bit products of "avx2" are faster (Emerald
+// Rapids: 2.6 times when decoding). __builtin_cpu_supports also checks that the system saves the registers.
+const char* const kIsas[] = {"scalar",      "avx512",           "avx2", "avx512_bf16",
+                             "avx512_vnni", "avx512_vnni_bf16", "amx",  nullptr};
 
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -43,8 +48,8 @@ bool has_avx512() {
 
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-// Quantised weights in 8-bit products, bf16 weights in bf16 ones: needs both.
-bool has_avx512_vnni() { return has_avx512_bf16() && __builtin_cpu_supports("avx512vnni"); }
+// Quantised weights in 8-bit products.
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
 // AMX: the instructions, and the system's leave to use the tile registers, which a process must ask for
 // (Linux, arch_prctl ARCH_REQ_XCOMP_PERM for XTILEDATA). Threads started later inherit the leave.
@@ -69,6 +74,8 @@ const Kernels* kernels_for(const char* isa) {
   if (strcmp(isa, "avx512") == 0) return has_avx512() ? isa_avx512::kernels() : nullptr;
   if (strcmp(isa, "avx512_bf16") == 0) return has_avx512_bf16() ? isa_avx512_bf16::kernels() : nullptr;
   if (strcmp(isa, "avx512_vnni") == 0) return has_avx512_vnni() ? isa_avx512_vnni::kernels() : nullptr;
+  if (strcmp(isa, "avx512_vnni_bf16") == 0)
+    return has_avx512_vnni() && has_avx512_bf16() ? isa_avx512_vnni_bf16::kernels() : nullptr;
   if (strcmp(isa, "amx") == 0) return has_amx() ? isa_amx::kernels() : nullptr;
   return nullptr;
 }

@@ -136,8 +136,8 @@ inline size_t kv_block_head_bytes(int head_dim, KvType type) {
   return kBlockTokens * (keys + values) * (type == KvType::kF32 ? 4 : 2);
 }
 
-// Kernels by name ("scalar", "avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx"); null where the name is unknown or
-// the machine lacks the instructions. best_isa() is the last that the machine has.
+// Kernels by name ("scalar", "avx512", "avx2", "avx512_bf16", "avx512_vnni", "avx512_vnni_bf16", "amx"); null where the
+// name is unknown or the machine lacks the instructions. best_isa() is the last that the machine has.
 const Kernels* kernels_for(const char* isa);
 const char* const* known_isas();  // null-terminated
 const char* best_isa();

@@ -356,7 +356,7 @@ static void attention_rows(const AttentionTask& task, KvType type, float* scratc
   }
 }
 
-#if !defined(OCTAVO_ISA_AMX) && !defined(OCTAVO_ISA_VNNI)
+#if !defined(OCTAVO_BF16_ATTENTION)
 static void store_kv(const float* k, const float* v, int head_dim, KvType type, uint8_t* kv, int offset) {
   store_kv_rows(k, v, head_dim, type, kv, offset);
 }

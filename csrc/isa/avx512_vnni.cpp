@@ -10,7 +10,6 @@
 #include "../kernels.h"
 
 #define OCTAVO_ISA_AVX512 1
-#define OCTAVO_ISA_BF16 1
 #define OCTAVO_ISA_VNNI 1
 #define OCTAVO_ISA_NAME "avx512_vnni"
 

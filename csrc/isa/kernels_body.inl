@@ -6,14 +6,13 @@
 #include "../impl/gemm_f32.inl"
 #if defined(OCTAVO_ISA_AMX)
 #include "../impl/gemm_amx.inl"
-#elif defined(OCTAVO_ISA_BF16)
-#include "../impl/gemm_bf16.inl"
-#if defined(OCTAVO_ISA_VNNI)
-#include "../impl/gemm_int8.inl"
-#endif
-#elif defined(OCTAVO_ISA_AVX2)
-#include "../impl/gemm_int8.inl"
 #else
+#if defined(OCTAVO_ISA_BF16)
+#include "../impl/gemm_bf16.inl"
+#endif
+#if defined(OCTAVO_ISA_VNNI) || defined(OCTAVO_ISA_AVX2)
+#include "../impl/gemm_int8.inl"
+#elif !defined(OCTAVO_ISA_BF16)
 static Preparation preparation(const PackedMatrix&) { return kAsFloat; }
 static void prepare_row(const float*, int, int, uint16_t*, float*) {}
 static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* scratch) {
@@ -21,20 +20,24 @@ static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* sc
 }
 static size_t linear_scratch_bytes(int k) { return (size_t)k * 64; }
 #endif
+#endif
+#if defined(OCTAVO_ISA_AMX) || defined(OCTAVO_ISA_VNNI) && defined(OCTAVO_ISA_BF16)
+#define OCTAVO_BF16_ATTENTION 1
+#endif
 #include "../impl/attention.inl"
-#if defined(OCTAVO_ISA_AMX) || defined(OCTAVO_ISA_VNNI)
+#if defined(OCTAVO_BF16_ATTENTION)
 #include "../impl/attention_pairs.inl"
 #endif
 #include "../impl/sampler.inl"
 // clang-format on
 
-#if defined(OCTAVO_ISA_VNNI)
+#if defined(OCTAVO_ISA_VNNI) || defined(OCTAVO_ISA_AVX2)
 static constexpr EightBits kEightBits = EightBits::kQuads;
+#if defined(OCTAVO_ISA_BF16)
 static constexpr int kPreparedValueBytes = 3;  // bf16 and int8
-static constexpr auto kGatherLarge = gather_large;
-#elif defined(OCTAVO_ISA_AVX2)
-static constexpr EightBits kEightBits = EightBits::kQuads;
+#else
 static constexpr int kPreparedValueBytes = 1;  // int8
+#endif
 static constexpr auto kGatherLarge = gather_large;
 #else
 static constexpr EightBits kEightBits = EightBits::kPairs;

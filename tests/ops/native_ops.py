@@ -10,9 +10,9 @@ from octavo import _native
 
 ISAS: list[str] = _native.available_isas()
 # bf16 keeps 8 significant bits, so rounding to nearest errs by at most 2^-8 of the value.
-ROUNDING = {isa: 2.0**-8 if isa in ("avx512_bf16", "avx512_vnni", "amx") else 0.0 for isa in ISAS}
-BF16_ATTENTION = ("avx512_vnni", "amx")  # over a bf16 cache these take queries and weights in bf16
-INT8_PRODUCTS = ("avx2", "avx512_vnni")  # quantised weights meet activations in 8 bits
+ROUNDING = {isa: 2.0**-8 if isa in ("avx512_bf16", "avx512_vnni_bf16", "amx") else 0.0 for isa in ISAS}
+BF16_ATTENTION = ("avx512_vnni_bf16", "amx")  # over a bf16 cache these take queries and weights in bf16
+INT8_PRODUCTS = ("avx2", "avx512_vnni", "avx512_vnni_bf16")  # quantised weights meet activations in 8 bits
 POSITIONS = 1024
 
 

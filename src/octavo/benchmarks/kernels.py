@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 MIN_STEPS = 3
 # The arithmetic that the matrix products of an instruction set use: which limit they are measured by.
-ARITHMETIC = {"avx2": "dot_int8", "avx512_bf16": "dot_bf16", "avx512_vnni": "dot_int8", "amx": "amx_bf16"}
+ARITHMETIC = {
+    "avx2": "dot_int8",
+    "avx512_bf16": "dot_bf16",
+    "avx512_vnni": "dot_int8",
+    "avx512_vnni_bf16": "dot_int8",
+    "amx": "amx_bf16",
+}
 EXACT_FORMATS = ("F32", "F16")  # multiplied in float32 everywhere
 UNITS = {
     "dram_read": "GB/s",
@@ -112,7 +118,7 @@ def cost(site: Site, spec: ModelSpec, work: Work, weight_bytes: int) -> tuple[fl
 def arithmetic_of(site: Site, isa: str) -> str:
     if site.method in ("linear", "gated_linear") and site.weight_format not in EXACT_FORMATS:
         if site.weight_format == "BF16" and ARITHMETIC.get(isa) == "dot_int8":
-            return "dot_bf16" if isa == "avx512_vnni" else "fma_f32"
+            return "dot_bf16" if isa == "avx512_vnni_bf16" else "fma_f32"
         return ARITHMETIC.get(isa, "fma_f32")
     return "fma_f32"
 

@@ -167,10 +167,11 @@ _BF16 = "bf16 dot product, float32 sums"
 _PRODUCTS = {
     "avx2": (_INT8, _F32),
     "avx512_bf16": (_BF16, _BF16),
-    "avx512_vnni": (_INT8, _BF16),
+    "avx512_vnni": (_INT8, _F32),
+    "avx512_vnni_bf16": (_INT8, _BF16),
     "amx": ("AMX bf16 tiles, float32 sums", "AMX bf16 tiles, float32 sums"),
 }
-_ATTENTION = {"avx512_vnni": "bf16 dot product", "amx": "AMX bf16 tiles"}  # over a bf16 cache
+_ATTENTION = {"avx512_vnni_bf16": "bf16 dot product", "amx": "AMX bf16 tiles"}  # over a bf16 cache
 
 
 def _details(isa: str, threads: int, kv_cache_dtype: str, formats: set[str]) -> dict[str, str]:
