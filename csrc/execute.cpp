@@ -152,9 +152,17 @@ void Program::prepare_row(View x, int row, int preparation) {
 void Program::prepare_input(const Op& op, int rows) {
   const int wanted = preparation(op);
   if (wanted && !op.is_prepared) for_rows(rows, op.a.width, [&](int r, int) { prepare_row(op.a, r, wanted); });
-  if (wanted & kAsInt8)
-    kernels_->gather_large((const float*)sums_.get(), sums_per_row(op.a.width), op.a.width, rows, large_.data(),
-                           large_starts_.data());
+  if (!(wanted & kAsInt8)) return;
+  LargeValue* values = large_.data();
+  int32_t* channels = large_channels_.data();
+  for (int b = 0; b < row_blocks(rows); ++b) {
+    const RowRange range = row_range(rows, b);
+    const int64_t ld = sums_per_row(op.a.width);
+    large_blocks_[b] = kernels_->gather_large((const float*)sums_.get() + range.begin * ld, ld, range.end - range.begin,
+                                              values, channels, channel_of_.data());
+    values += large_blocks_[b].num_values;
+    channels += large_blocks_[b].num_channels;
+  }
 }
 
 LinearArgs Program::linear_args(const Op& op, int matrix, const float* bias, RowRange rows) const {
@@ -168,9 +176,7 @@ LinearArgs Program::linear_args(const Op& op, int matrix, const float* bias, Row
   args.ld_sums = sums_per_row(op.a.width);
   args.sums = (const float*)sums_.get() + rows.begin * args.ld_sums;
   args.offset32 = (op.a.width + 31) / 32 * 2;
-  args.large = large_.data();
-  args.large_starts = large_starts_.data() + rows.begin;
-  args.first_row = rows.begin;
+  if (!large_blocks_.empty()) args.large = large_blocks_[rows.block];
   args.rows = rows.end - rows.begin;
   return args;
 }
@@ -180,10 +186,8 @@ LinearArgs Program::linear_args(const Op& op, int matrix, const float* bias, Row
 template <class F>
 void Program::for_row_blocks(int rows, int items, const F& f) {
   const int blocks = row_blocks(rows);
-  pool_.run((int64_t)blocks * items, [&](int64_t i, int thread) {
-    const int64_t block = i / items;
-    f(RowRange{(int)(rows * block / blocks), (int)(rows * (block + 1) / blocks)}, (int)(i % items), thread);
-  });
+  pool_.run((int64_t)blocks * items,
+            [&](int64_t i, int thread) { f(row_range(rows, (int)(i / items)), (int)(i % items), thread); });
 }
 
 // Few enough items to be cheap, enough of them to balance the threads.

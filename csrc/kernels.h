@@ -2,6 +2,7 @@
 // callers (program.cpp, execute.cpp, bind.cpp). Rows are row-major floats with a stride in elements.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -15,10 +16,16 @@ constexpr int kBlockTokens = 16;  // tokens in a KV block: one vector of kernels
 // What kernels make of a row before it meets a matrix, as bits: nothing, its values in bf16, its values in 8 bits.
 enum Preparation : int { kAsFloat = 0, kAsBf16 = 1, kAsInt8 = 2 };
 
-// A value too large for a prepared row's bytes.
+// Values of a block of rows that are too large for the rows' bytes, by row, then by k. Rows have most of them in the
+// same few channels, whose weights are made ready once for all.
 struct LargeValue {
-  int32_t row, k;
+  int32_t row, channel;  // channels[channel] is its k
   float value;
+};
+struct LargeValues {
+  const LargeValue* values;
+  const int32_t* channels;
+  int num_values, num_channels;
 };
 
 // y[rows][n] = x[rows][k] . w^T + bias. Kernels that multiply in bf16 or in 8 bits read `prepared` and `sums`, made by
@@ -29,13 +36,11 @@ struct LinearArgs {
   const float* x;
   int64_t ldx;
   const uint16_t* prepared;  // [rows]: bf16 [K32], K32 = k rounded up to 32, zero padded; then, where kernels multiply
-  int64_t ld_prepared;       // in 8 bits, int8 [K32]
+  int64_t ld_prepared;       // in 8 bits, Quant [K32 / 32] (gemm_int8.inl). A multiple of 64 bytes
   const float* sums;         // [rows]; bf16: sums of 16 consecutive prepared values (K32 / 16 of them), then, from
-  int64_t ld_sums;           // offset32 on, of 32 (K32 / 32); int8: see RowSums in gemm_int8.inl
+  int64_t ld_sums;           // offset32 on, of 32 (K32 / 32); int8: RowRest (gemm_int8.inl)
   int64_t offset32;
-  const LargeValue* large;  // of gather_large; row r's are [large_starts[r], large_starts[r + 1])
-  const int32_t* large_starts;
-  int first_row;  // what LargeValue::row says of row 0
+  LargeValues large;
   float* y;
   int64_t ldy;
   int first_panel;  // the panel whose columns start at y
@@ -93,9 +98,10 @@ struct Kernels {
   Preparation (*preparation)(const PackedMatrix& w);
   // `preparation`: of all matrices that the row will meet, or-ed.
   void (*prepare_row)(const float* x, int k, int preparation, uint16_t* prepared, float* sums);
-  // Writes the large values of prepared rows to `out` and where each row's begin to starts[rows + 1]; null where
-  // prepared rows have none.
-  void (*gather_large)(const float* sums, int64_t ld_sums, int k, int rows, LargeValue* out, int32_t* starts);
+  // Gathers the large values of prepared rows into `values` and `channels`; channel_of[k] is -1 for all k, before and
+  // after. Null where prepared rows have none.
+  LargeValues (*gather_large)(const float* sums, int64_t ld_sums, int rows, LargeValue* values, int32_t* channels,
+                              int32_t* channel_of);
   size_t (*linear_scratch_bytes)(int k);
   void (*linear)(const LinearArgs& args, int panel_begin, int panel_end, void* scratch);
   // Floats of one panel as the kernels see them, [k][16].
@@ -123,9 +129,9 @@ struct Kernels {
 // Large values of a row of k values: each exceeds five times the root mean square, so 25 of them make more than k.
 inline int64_t large_per_row(int k) { return k / 25 + 1; }
 
-// Floats that prepare_row has room for in `sums` for a row of k values: nine for each 32 of them, in whole vectors, and
-// the large ones.
-inline int64_t sums_per_row(int k) { return ((int64_t)k + 255) / 256 * 72 + 2 + 2 * large_per_row(k); }
+// Floats that prepare_row has room for in `sums` for a row of k values: three for each 32 of them (bf16), or two and
+// two for each large one (int8).
+inline int64_t sums_per_row(int k) { return std::max(((int64_t)k + 31) / 32 * 3, 2 + 2 * large_per_row(k)); }
 
 // Bytes of one block's keys and values of one head. Kernels lay them out as they like within: keys take
 // head_dim rounded up to 32 values per token, values head_dim rounded up to 16. In 8 bits, keys and values of a token

@@ -52,7 +52,9 @@ int Program::add_matrix(const FormatInfo& format, const uint8_t* data, int n, in
     prepared_ = allocate_bytes(prepared_count_ * 2);
     sums_ = allocate_bytes(rows * (size_t)sums_per_row(k) * 4);
     large_.resize(rows * (size_t)large_per_row(k));
-    large_starts_.resize(rows + 1);
+    large_channels_.resize(large_.size());
+    channel_of_.resize((size_t)k, -1);
+    large_blocks_.resize((size_t)row_blocks((int)rows));
   }
   matrices_.push_back(std::move(m));
   return (int)matrices_.size() - 1;

@@ -153,8 +153,8 @@ class Program {
     int prepares = kAsFloat;
     bool is_prepared = false;
   };
-  struct RowRange {
-    int begin, end;
+  struct RowRange {  // a block of rows
+    int begin, end, block;
   };
   struct Tile {  // attention work: a few query tokens of one sequence
     int row, first_token, num_tokens, first_pos;
@@ -187,6 +187,10 @@ class Program {
   void prepare_row(View x, int row, int preparation);
   int row_blocks(int rows) const { return (rows + kernels_->row_block - 1) / kernels_->row_block; }
   LinearArgs linear_args(const Op& op, int matrix, const float* bias, RowRange rows) const;
+  RowRange row_range(int rows, int block) const {
+    const int64_t blocks = row_blocks(rows);
+    return {(int)(rows * block / blocks), (int)(rows * (block + 1) / blocks), block};
+  }
   template <class F>
   void for_row_blocks(int rows, int items, const F& f);
   void prepare_input(const Op& op, int rows);
@@ -227,8 +231,9 @@ class Program {
   Bytes prepared_{nullptr, free_bytes};  // prepared rows of the current linear's input
   size_t prepared_count_ = 0;            // its halves
   Bytes sums_{nullptr, free_bytes};      // and what else prepare_row leaves of them
-  std::vector<LargeValue> large_;        // of the prepared rows, and where each row's begin
-  std::vector<int32_t> large_starts_;
+  std::vector<LargeValue> large_;        // of the prepared rows
+  std::vector<int32_t> large_channels_, channel_of_;
+  std::vector<LargeValues> large_blocks_;      // of each block of rows
   std::vector<std::vector<uint8_t>> scratch_;  // per thread
   std::array<double, (int)OpCode::kCount> op_seconds_{};
 };

@@ -226,8 +226,7 @@ static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* sc
   preparation(*a.w) == kAsBf16 ? linear_bf16(a, panel_begin, panel_end, scratch)
                                : linear_f32(a, panel_begin, panel_end, scratch);
 }
-#endif
 static size_t linear_scratch_bytes(int k) {
-  const size_t padded = (size_t)(k + 31) / 32 * 32;
-  return padded * 64 + 128;  // one float panel, or two bf16 panels, aligned
+  return (size_t)padded32(k) * 64 + 128;  // one float panel, or two bf16 panels, aligned
 }
+#endif

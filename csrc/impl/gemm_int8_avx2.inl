@@ -85,93 +85,59 @@ static inline void store_some(__m256 x, float* p, int n) {
   n >= 8 ? _mm256_storeu_ps(p, x) : _mm256_maskstore_ps(p, first_lanes(n), x);
 }
 
-// Adds the products of the rows' large values with kPanels panels to what is in y, which stays in registers for all
-// values of a row.
-template <int kPanels, Form kForm, int kChunks, bool kHalfScales>
-static void add_large_values(const LinearArgs& a, int panel) {
-  constexpr int kVectors = 2 * kPanels;
-  const PackedMatrix& w = *a.w;
-  const __m256i zero = _mm256_set1_epi32(w.zero), mask = _mm256_set1_epi32(kForm == Form::kQ4 ? 15 : 255);
-  const uint8_t *data[kPanels], *scales[kPanels];
-  for (int p = 0; p < kPanels; ++p) {
-    data[p] = w.panel(panel + p);
-    scales[p] = w.panel_scales(panel + p);
-  }
-  const int columns = w.n - panel * 16;
-  for (int row = 0; row < a.rows; ++row) {
-    const LargeValue *value = a.large + a.large_starts[row], *end = a.large + a.large_starts[row + 1];
-    if (value == end) continue;
-    float* const out = a.y + row * a.ldy + (panel - a.first_panel) * 16;
-    __m256 y[kVectors];
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) y[v] = load_some(out + v * 8, columns - v * 8);
-    for (; value != end; ++value) {
-      const Place at = place_of<kForm>((uint32_t)value->k);
-      const __m128i shift = _mm_cvtsi32_si128(at.shift);
-      const __m256 x = _mm256_set1_ps(value->value);
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        const __m256i words = _mm256_loadu_si256((const __m256i*)(data[v / 2] + at.offset + v % 2 * 32));
-        const __m256i q = _mm256_and_si256(_mm256_srl_epi32(words, shift), mask);
-        const __m256 scale = load_half_scale(scales[v / 2], (uint32_t)value->k / (kChunks * 8), v % 2, kHalfScales);
-        y[v] = _mm256_fmadd_ps(x, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(q, zero)), scale), y[v]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store_some(y[v], out + v * 8, columns - v * 8);
-  }
-}
-
 template <int kRows, Form kForm, int kChunks, bool kMin, bool kHalfScales, bool kPrefetch>
 static inline void int8_tile(const LinearArgs& a, int row, int panel) {
-  constexpr int kChunkBytes = kForm == Form::kQ4 ? 64 : 128;
+  constexpr int kGroupsPerQuant = kQuant / (kChunks * 8), kChunkBytes = kForm == Form::kQ4 ? 64 : 128;
   const PackedMatrix& w = *a.w;
-  const int64_t ld = a.ld_prepared * 2;
-  const int8_t* x = row_bytes(a.prepared, w.k) + row * ld;
-  const RowSums s = row_sums(a.sums + row * a.ld_sums, w.k);
-  const float* total = w.group == kQuant ? s.total32 : s.total16;
+  const int64_t ld = a.ld_prepared / kValuesPerQuant;
+  const Quant* x = row_quants(a.prepared + row * a.ld_prepared, w.k);
   PanelAhead ahead(w, panel, 2);
   const uint8_t *data = w.panel(panel), *scales = w.panel_scales(panel), *mins = w.panel_mins(panel);
   __m256 sums[kRows][kHalves];
 #pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m)
     for (int p = 0; p < kHalves; ++p) sums[m][p] = _mm256_setzero_ps();
-  for (int g = 0; g < w.groups; ++g) {
-    if constexpr (kPrefetch) ahead.ask();
-    __m256i part[kRows][kHalves];
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-      // What the nibbles' zero adds to a sum is where it starts from, taken away; it may wrap around on the way.
-      __m256i start = _mm256_setzero_si256();
-      if constexpr (kForm == Form::kQ4 && !kMin)
-        start = _mm256_and_si256(_mm256_set1_epi32(s.zeros32[m * a.ld_sums + g]), _mm256_set1_epi32(0xffff));
+  for (int quant = 0; quant < w.groups / kGroupsPerQuant; ++quant, ++x)
 #pragma GCC unroll 2
-      for (int p = 0; p < kHalves; ++p) part[m][p] = start;
-    }
+    for (int half = 0; half < kGroupsPerQuant; ++half) {
+      const size_t g = (size_t)quant * kGroupsPerQuant + half;
+      if constexpr (kPrefetch) ahead.ask();
+      __m256i part[kRows][kHalves];
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) {
+        // What the nibbles' zero adds to a sum is where it starts from, taken away; it may wrap around on the way.
+        __m256i start = _mm256_setzero_si256();
+        if constexpr (kForm == Form::kQ4 && !kMin)
+          start = _mm256_and_si256(_mm256_set1_epi32(x[m * ld].zero), _mm256_set1_epi32(0xffff));
+#pragma GCC unroll 2
+        for (int p = 0; p < kHalves; ++p) part[m][p] = start;
+      }
 #pragma GCC unroll 4
-    for (int c = 0; c < kChunks; ++c, data += kChunkBytes)
-      multiply_chunk<kRows, kForm>(data, x + (g * kChunks + c) * 8, ld, part);
-    const int quant = g * kChunks * 8 / kQuant;
-    __m256 scale[kHalves], min[kHalves];
-#pragma GCC unroll 2
-    for (int p = 0; p < kHalves; ++p) {
-      scale[p] = load_half_scale(scales, (size_t)g, p, kHalfScales);
-      if constexpr (kMin) min[p] = load_half_scale(mins, (size_t)g, p, kHalfScales);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-      const __m256 step = _mm256_set1_ps(s.steps[m * a.ld_sums + quant]);
+      for (int c = 0; c < kChunks; ++c, data += kChunkBytes)
+        multiply_chunk<kRows, kForm>(data, x->bytes + half * 16 + c * 8, ld * (int64_t)sizeof(Quant), part);
+      __m256 scale[kHalves], min[kHalves];
 #pragma GCC unroll 2
       for (int p = 0; p < kHalves; ++p) {
-        sums[m][p] = _mm256_fmadd_ps(group_sum<kForm>(part[m][p]), _mm256_mul_ps(scale[p], step), sums[m][p]);
-        if constexpr (kMin) sums[m][p] = _mm256_fmadd_ps(_mm256_set1_ps(total[m * a.ld_sums + g]), min[p], sums[m][p]);
+        scale[p] = load_half_scale(scales, g, p, kHalfScales);
+        if constexpr (kMin) min[p] = load_half_scale(mins, g, p, kHalfScales);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) {
+        const Quant& q = x[m * ld];
+        const __m256 step = _mm256_set1_ps(q.step);
+        const float total = kGroupsPerQuant == 1 ? q.total : q.total16[half];
+#pragma GCC unroll 2
+        for (int p = 0; p < kHalves; ++p) {
+          sums[m][p] = _mm256_fmadd_ps(group_sum<kForm>(part[m][p]), _mm256_mul_ps(scale[p], step), sums[m][p]);
+          if constexpr (kMin) sums[m][p] = _mm256_fmadd_ps(_mm256_set1_ps(total), min[p], sums[m][p]);
+        }
       }
     }
-  }
   for (int p = 0; p < kHalves; ++p) {
     const int column = panel * 16 + p * 8, left = w.n - column < 8 ? w.n - column : 8;
     for (int m = 0; m < kRows; ++m) {
-      const __m256 y = _mm256_mul_ps(sums[m][p], _mm256_set1_ps(s.unit[m * a.ld_sums]));
+      const float unit = ((const RowRest*)(a.sums + (row + m) * a.ld_sums))->unit;
+      const __m256 y = _mm256_mul_ps(sums[m][p], _mm256_set1_ps(unit));
       float* out = a.y + (size_t)(row + m) * a.ldy + (panel - a.first_panel) * 16 + p * 8;
       store_some(a.bias ? _mm256_add_ps(y, load_some(a.bias + column, left)) : y, out, left);
     }
@@ -179,34 +145,16 @@ static inline void int8_tile(const LinearArgs& a, int row, int panel) {
 }
 
 template <Form kForm, int kChunks, bool kMin, bool kHalfScales>
-static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end) {
-  for (int p = panel_begin; p < panel_end; ++p)
-    in_row_tiles<kTileRows8>(a.rows, [&](int row, auto rows) {
-      row == 0 ? int8_tile<rows.value, kForm, kChunks, kMin, kHalfScales, true>(a, row, p)
-               : int8_tile<rows.value, kForm, kChunks, kMin, kHalfScales, false>(a, row, p);
-    });
-  if (a.large_starts[0] == a.large_starts[a.rows]) return;
-  int p = panel_begin;
-  for (; p + 2 <= panel_end; p += 2) add_large_values<2, kForm, kChunks, kHalfScales>(a, p);
-  for (; p < panel_end; ++p) add_large_values<1, kForm, kChunks, kHalfScales>(a, p);
-}
-
-template <Form kForm>
-static void linear_int8(const LinearArgs& a, int panel_begin, int panel_end, void*) {
-  const PackedMatrix& w = *a.w;
-  const auto run = [&](auto chunks, auto min, auto half) {
-    linear_in_groups<kForm, chunks.value, min.value, half.value>(a, panel_begin, panel_end);
+static void linear_in_groups(const LinearArgs& a, int panel_begin, int panel_end, uint8_t* scratch) {
+  const auto panels = [&](int panel, auto count) {
+    for (int p = panel; p < panel + count.value; ++p)
+      in_row_tiles<kTileRows8>(a.rows, [&](int row, auto rows) {
+        row == 0 ? int8_tile<rows.value, kForm, kChunks, kMin, kHalfScales, true>(a, row, p)
+                 : int8_tile<rows.value, kForm, kChunks, kMin, kHalfScales, false>(a, row, p);
+      });
+    add_large_values<count.value, kForm, kChunks, kHalfScales>(a, panel, (float*)scratch);
   };
-  constexpr std::true_type yes;
-  constexpr std::false_type no;
-  // Groups of 16 are those of K-quants, whose scales are floats.
-  if (w.group == kQuant) {
-    constexpr std::integral_constant<int, 4> chunks;
-    if (!w.has_min) return run(chunks, no, yes);
-    return w.half_scales ? run(chunks, yes, yes) : run(chunks, yes, no);
-  }
-  if constexpr (kForm == Form::kQ8x4) {
-    constexpr std::integral_constant<int, 2> chunks;
-    return w.has_min ? run(chunks, yes, no) : run(chunks, no, no);
-  }
+  int p = panel_begin;
+  for (; p + 2 <= panel_end; p += 2) panels(p, std::integral_constant<int, 2>{});
+  if (p < panel_end) panels(p, std::integral_constant<int, 1>{});
 }

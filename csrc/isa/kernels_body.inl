@@ -34,9 +34,9 @@ static size_t linear_scratch_bytes(int k) { return (size_t)k * 64; }
 #if defined(OCTAVO_ISA_VNNI) || defined(OCTAVO_ISA_AVX2)
 static constexpr EightBits kEightBits = EightBits::kQuads;
 #if defined(OCTAVO_ISA_BF16)
-static constexpr int kPreparedValueBytes = 3;  // bf16 and int8
+static constexpr int kPreparedValueBytes = 4;  // bf16, and a line for 32 in int8
 #else
-static constexpr int kPreparedValueBytes = 1;  // int8
+static constexpr int kPreparedValueBytes = 2;  // a line for 32 in int8
 #endif
 static constexpr auto kGatherLarge = gather_large;
 #else
