@@ -234,35 +234,67 @@ static inline void attend_spans(const AttentionTask& t, float* memory, float uni
   write_outputs(t, total);
 }
 
-// Turns a row's scores of one piece into weights and updates its maximum and sum. Returns the factor for
-// what the row has gathered so far. Visible tokens are [lo, hi) of the piece.
-static inline float soften(float* scores, int lo, int hi, float& high, float& sum) {
-  if (lo >= hi) {
-    for (int i = 0; i < kPieceTokens; i += 16) V16::zero().store(scores + i);
-    return 1.0f;
-  }
+struct Visible {  // tokens [lo, hi) of a piece
+  int lo, hi;
+  inline bool none() const { return lo >= hi; }
+  inline bool all() const { return lo == 0 && hi == kPieceTokens; }
+};
+
+static inline Visible visible(const AttentionTask& t, int row, int piece) {
+  const int position = t.first_pos + row / t.group;
+  const int lo = first_seen(position, t.window) - piece, hi = position + 1 - piece;
+  return {lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi};
+}
+
+// Sets what the row may not see to -inf, in place; returns the maximum of the rest.
+static inline float mask_row(float* scores, Visible seen) {
   V16 top = V16::set1(-INFINITY);
+#pragma GCC unroll 4
   for (int i = 0; i < kPieceTokens; i += 16) {
-    const int from = lo - i < 0 ? 0 : lo - i > 16 ? 16 : lo - i, to = hi - i < 0 ? 0 : hi - i > 16 ? 16 : hi - i;
-    const V16 s = from < to ? keep_range(V16::load(scores + i), from, to, -INFINITY) : V16::set1(-INFINITY);
-    s.store(scores + i);
+    V16 s = V16::load(scores + i);
+    if (!seen.all()) {
+      const int from = seen.lo - i < 0 ? 0 : seen.lo - i > 16 ? 16 : seen.lo - i;
+      const int to = seen.hi - i < 0 ? 0 : seen.hi - i > 16 ? 16 : seen.hi - i;
+      s = from < to ? keep_range(s, from, to, -INFINITY) : V16::set1(-INFINITY);
+      s.store(scores + i);
+    }
     top = max(top, s);
   }
-  const float piece_high = hmax(top);
-  const float new_high = piece_high > high ? piece_high : high;
-  const V16 shift = V16::set1(new_high);
-  V16 total = V16::zero();
-  for (int i = 0; i < kPieceTokens; i += 16) {
-    const V16 w = exp16(V16::load(scores + i) - shift);
-    w.store(scores + i);
-    total = total + w;
+  return hmax(top);
+}
+
+// Makes the scores of one piece of kRows <= 16 rows, from `row` of the tile on, weights, and updates each row's maximum
+// and sum. factors[r]: for what row r has gathered so far.
+template <int kRows>
+static inline void soften(const AttentionTask& t, int row, int piece, float* scores, float* high, float* sum,
+                          float* factors) {
+  Visible seen[kRows];
+  float drop[16] = {};  // high - new high, at most 0
+  for (int r = 0; r < kRows; ++r) {
+    seen[r] = visible(t, row + r, piece);
+    if (seen[r].none()) continue;
+    const float piece_high = mask_row(scores + (size_t)r * kPieceTokens, seen[r]);
+    const float new_high = piece_high > high[r] ? piece_high : high[r];
+    drop[r] = high[r] - new_high;
+    high[r] = new_high;
   }
-  float lanes[16];
-  exp16(V16::set1(high - new_high)).store(lanes);
-  const float alpha = lanes[0];
-  sum = sum * alpha + hsum(total);
-  high = new_high;
-  return alpha;
+  exp16(V16::load(drop)).store(factors);
+  for (int r = 0; r < kRows; ++r) {
+    float* const s = scores + (size_t)r * kPieceTokens;
+    if (seen[r].none()) {
+      memset(s, 0, kPieceTokens * 4);
+      continue;
+    }
+    const V16 shift = V16::set1(high[r]);
+    V16 total = V16::zero();
+#pragma GCC unroll 4
+    for (int i = 0; i < kPieceTokens; i += 16) {
+      const V16 w = exp16(V16::load(s + i) - shift);
+      w.store(s + i);
+      total = total + w;
+    }
+    sum[r] = sum[r] * factors[r] + hsum(total);
+  }
 }
 
 // Takes the scale of every token's key (which = 0) into its scores, or of its value (1) into its weights.
@@ -290,13 +322,8 @@ static void attend_rows(const AttentionTask& t, const float* queries, const Span
     score_blocks<Cache, kRows, 1, kPrefetch>(q, t.head_dim, p.keys + b, p.next_keys + b, scores + b * 16);
   if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(p.keys, blocks, t.head_dim, 0, scores);
 
-  float alpha[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    const int position = t.first_pos + (row + r) / t.group;
-    const int lo = first_seen(position, t.window) - piece, hi = position + 1 - piece;
-    alpha[r] = soften(scores + (size_t)r * kPieceTokens, lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi,
-                      state.high[row + r], state.sum[row + r]);
-  }
+  float alpha[16];
+  soften<kRows>(t, row, piece, scores, state.high + row, state.sum + row, alpha);
   if constexpr (std::is_same_v<Cache, Int8Cache>) scale_blocks<kRows>(p.keys, blocks, t.head_dim, 1, scores);
   float* out = state.out + (size_t)row * padded;
   int column = 0;
@@ -307,10 +334,32 @@ static void attend_rows(const AttentionTask& t, const float* queries, const Span
     add_values<Cache, kRows, 1, kPrefetch>(p.values, p.next_values, num_tokens, padded, column, scores, alpha, out);
 }
 
+static inline size_t wide_piece_floats(int head_dim) {
+  return (size_t)kPieceTokens * (head_dim + (head_dim + 15) / 16 * 16);
+}
+
+// Rows from which on a piece of bf16 keys and values is turned to floats once, instead of once for every few rows.
+static constexpr int kWideAttention = 3 * kRowsAtOnce;
+
+static inline Piece widen_piece(const Piece& p, int blocks, int head_dim, float* out) {
+  const auto widen = [&](const uint8_t* from, int floats) {
+    const float* const begin = out;
+    for (int i = 0; i < floats; i += 16, out += 16) load_bf16((const uint16_t*)from + i).store(out);
+    return (const uint8_t*)begin;
+  };
+  Piece wide;
+  for (int b = 0; b < blocks; ++b) {
+    wide.keys[b] = widen(p.keys[b], head_dim * 16);
+    wide.values[b] = widen(p.values[b], (head_dim + 15) / 16 * 16 * kBlockTokens);
+  }
+  return wide;
+}
+
 template <class Cache>
 static void attend(const AttentionTask& t, float* scratch) {
   const int num_rows = t.num_tokens * t.group;
-  float* const scores = scratch;
+  float* const wide = scratch;
+  float* const scores = wide + wide_piece_floats(t.head_dim);
   float* const queries = scores + (size_t)kRowsAtOnce * kPieceTokens;  // [rows][head_dim], scaled
   for (int r = 0; r < num_rows; ++r) {
     const float* q = t.q + (size_t)(r / t.group) * t.ldq + (size_t)(r % t.group) * t.head_dim;
@@ -319,7 +368,15 @@ static void attend(const AttentionTask& t, float* scratch) {
   attend_spans(t, queries + (size_t)num_rows * t.head_dim, 1.0f, [&](int first, int last, const SpanState& state) {
     for (int piece = first / kPieceTokens * kPieceTokens; piece <= last; piece += kPieceTokens) {
       const int num_tokens = std::min(last + 1 - piece, kPieceTokens);
-      const Piece p = find_piece(t, piece, (num_tokens + 15) / 16, (size_t)t.head_dim * 16 * sizeof(typename Cache::T));
+      const int blocks = (num_tokens + 15) / 16;
+      const Piece p = find_piece(t, piece, blocks, (size_t)t.head_dim * 16 * sizeof(typename Cache::T));
+      if (std::is_same_v<Cache, Bf16Cache> && num_rows >= kWideAttention) {
+        const Piece floats = widen_piece(p, blocks, t.head_dim, wide);
+        in_row_tiles<kRowsAtOnce>(num_rows, [&](int row, auto rows) {
+          attend_rows<F32Cache, rows.value, false>(t, queries, state, row, piece, num_tokens, floats, scores);
+        });
+        continue;
+      }
       in_row_tiles<kRowsAtOnce>(num_rows, [&](int row, auto rows) {
         num_rows <= kRowsAtOnce
             ? attend_rows<Cache, rows.value, true>(t, queries, state, row, piece, num_tokens, p, scores)
@@ -331,7 +388,8 @@ static void attend(const AttentionTask& t, float* scratch) {
 
 static size_t row_scratch_bytes(int group, int head_dim) {
   const size_t rows = (size_t)kTileTokens * group;
-  return 4 * ((size_t)kRowsAtOnce * kPieceTokens + rows * head_dim + 2 * state_floats((int)rows, head_dim));
+  return 4 * (wide_piece_floats(head_dim) + (size_t)kRowsAtOnce * kPieceTokens + rows * head_dim +
+              2 * state_floats((int)rows, head_dim));
 }
 
 static void store_kv_rows(const float* k, const float* v, int head_dim, KvType type, uint8_t* kv, int offset) {

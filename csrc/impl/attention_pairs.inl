@@ -49,29 +49,6 @@ static inline size_t pair_scratch_bytes(int rows, int head_dim, PairScratch* s, 
   return at;
 }
 
-struct Visible {  // tokens [lo, hi) of a piece
-  int lo, hi;
-  inline bool none() const { return lo >= hi; }
-  inline bool all() const { return lo == 0 && hi == kPieceTokens; }
-};
-
-// Sets what the row may not see to -inf, in place; returns the maximum of the rest.
-static inline float mask_row(float* scores, Visible seen) {
-  V16 top = V16::set1(-INFINITY);
-#pragma GCC unroll 4
-  for (int i = 0; i < kPieceTokens; i += 16) {
-    V16 s = V16::load(scores + i);
-    if (!seen.all()) {
-      const int from = seen.lo - i < 0 ? 0 : seen.lo - i > 16 ? 16 : seen.lo - i;
-      const int to = seen.hi - i < 0 ? 0 : seen.hi - i > 16 ? 16 : seen.hi - i;
-      s = from < to ? keep_range(s, from, to, -INFINITY) : V16::set1(-INFINITY);
-      s.store(scores + i);
-    }
-    top = max(top, s);
-  }
-  return hmax(top);
-}
-
 static constexpr float kLn2 = 0.693147180559945309f;  // scores are in units of it: weights are powers of two
 
 // 2^x for x <= 0, within 1e-4 of it: enough for a result that is rounded to bf16 (2^-9). Exactly 0 once it is rounded
@@ -159,11 +136,7 @@ static void attend_pairs(const AttentionTask& t, uint8_t* scratch) {
         score_rows(s.q + (size_t)row * depth, rows, depth, p.keys, p.next_keys, blocks, s.scores);
         alignas(64) float alpha[16];
         Visible seen[16];
-        for (int r = 0; r < rows; ++r) {
-          const int position = t.first_pos + (row + r) / t.group;
-          const int lo = first_seen(position, t.window) - piece, hi = position + 1 - piece;
-          seen[r] = {lo < 0 ? 0 : lo, hi > kPieceTokens ? kPieceTokens : hi};
-        }
+        for (int r = 0; r < rows; ++r) seen[r] = visible(t, row + r, piece);
         soften_rows(s.scores, s.weights, seen, rows, state.high + row, state.sum + row, alpha);
         add_weighed_values(s, rows, p.values, p.next_values, blocks, padded, alpha, state.out + (size_t)row * padded);
       }

@@ -64,21 +64,33 @@ static inline V16 load_masked(const float* x, int left) {
   return left >= 16 ? V16::load(x) : left <= 0 ? V16::zero() : V16::load_partial(x, left);
 }
 
-// 16 values as the nearest bytes. They lie as the nibbles of a packed word do: of each 8 k first 0, 4, 1, 5, then 2, 6,
+// 32 values as the nearest bytes. They lie as the nibbles of a packed word do: of each 8 k first 0, 4, 1, 5, then 2, 6,
 // 3, 7.
-static inline __m128i bytes_in_order(V16 q) {
+static inline __m256i bytes_in_order(V16 first, V16 second) {
   const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
 #if defined(OCTAVO_ISA_AVX512)
-  const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(q.v));
+  const __m512i words = _mm512_packs_epi32(_mm512_cvtps_epi32(first.v), _mm512_cvtps_epi32(second.v));
+  const __m512i bytes = _mm512_packs_epi16(words, words);  // lane i: fours i and i + 4, twice
+  const __m512i fours = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m256i sorted = _mm512_castsi512_si256(_mm512_permutexvar_epi32(fours, bytes));
 #else
-  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(q.a), _mm256_cvtps_epi32(q.b));  // 0-3 8-11 4-7 12-15
-  const __m256i sorted = _mm256_permute4x64_epi64(words, 0xd8);
-  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1));
+  const auto words = [](V16 x) {  // 0-3 8-11 4-7 12-15
+    return _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+  };
+  const __m256i bytes = _mm256_packs_epi16(words(first), words(second));  // lane i: fours i, i + 2, i + 4, i + 6
+  const __m256i sorted = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 #endif
-  return _mm_shuffle_epi8(bytes, order);
+  return _mm256_shuffle_epi8(sorted, _mm256_broadcastsi128_si256(order));
 }
 
-static inline V16 magnitude(V16 x) { return max(x, V16::zero() - x); }
+static inline V16 magnitude(V16 x) {
+#if defined(OCTAVO_ISA_AVX512)
+  return {_mm512_abs_ps(x.v)};
+#else
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+#endif
+}
 
 // Bit i: lane i of x exceeds `limit`.
 static inline uint32_t lanes_above(V16 x, float limit) {
@@ -228,8 +240,8 @@ class RowPreparation {
     const int num = std::min(8, quants_ - g);
     for (int i = 0; i < 8; ++i) groups.most[i] = i < num ? out_[g + i].step : 0.0f;
     const __m256 above = _mm256_cmp_ps(_mm256_loadu_ps(groups.most), _mm256_set1_ps(limit_), _CMP_GT_OQ);
-    for (unsigned left = (unsigned)_mm256_movemask_ps(above); left != 0; left &= left - 1)
-      set_large_apart(g, __builtin_ctz(left), groups);
+    const unsigned with_large = (unsigned)_mm256_movemask_ps(above);
+    for (unsigned left = with_large; left != 0; left &= left - 1) set_large_apart(g, __builtin_ctz(left), groups);
     const __m256i base = _mm256_set1_epi32(base_);
     const __m256i step = _mm256_max_epi32(steps_of(_mm256_loadu_ps(groups.most)), base);
     float inverse[8];
@@ -237,7 +249,10 @@ class RowPreparation {
     __m256i sums[2];  // of four groups each: of their first 16 bytes, of their last 16 bytes
     for (int half = 0; half < 2; ++half) {
       __m256i s[4];
-      for (int i = 0; i < 4; ++i) s[i] = prepare_group(g + 4 * half + i, inverse[4 * half + i]);
+      for (int i = 0; i < 4; ++i) {
+        const int group = 4 * half + i;
+        s[i] = prepare_group(g + group, inverse[group], with_large >> group & 1);
+      }
       sums[half] = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
     }
     const __m256i first = _mm256_permute2x128_si256(sums[0], sums[1], 0x20);
@@ -264,15 +279,18 @@ class RowPreparation {
   }
 
   // Writes the bytes of a group; returns the sums of every four.
-  __m256i prepare_group(int g, float inverse) {
+  __m256i prepare_group(int g, float inverse, bool has_large) {
     if (g >= quants_) return _mm256_setzero_si256();
     const int at = g * kQuant;
     const V16 factor = V16::set1(inverse);
-    const __m128i first = bytes_in_order(without_large(load(at)) * factor);
-    const __m128i second = bytes_in_order(without_large(load(at + 16)) * factor);
-    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
-    _mm256_storeu_si256((__m256i*)out_[g].bytes, both);
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), both), _mm256_set1_epi16(1));
+    V16 first = load(at), second = load(at + 16);
+    if (has_large) {
+      first = without_large(first);
+      second = without_large(second);
+    }
+    const __m256i bytes = bytes_in_order(first * factor, second * factor);
+    _mm256_storeu_si256((__m256i*)out_[g].bytes, bytes);
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), _mm256_set1_epi16(1));
   }
 
   const float* x_;
