@@ -306,6 +306,8 @@ static LargeValues gather_large(const float* sums, int64_t ld_sums, int rows, La
   int num = 0, num_channels = 0;
   for (int row = 0; row < rows; ++row) {
     const RowRest& rest = *(const RowRest*)(sums + row * ld_sums);
+    // Another thread may have prepared the row: its lines come from that one's cache.
+    _mm_prefetch((const char*)(sums + (row + 8) * ld_sums), _MM_HINT_T0);
     for (int i = 0; i < rest.num_large; ++i) {
       const int32_t k = rest.large[i].k;
       if (channel_of[k] < 0) {

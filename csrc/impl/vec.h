@@ -35,11 +35,8 @@ static inline V16 min(V16 a, V16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 static inline V16 round_nearest(V16 a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-// 2^n for integral n in [-126, 127].
-static inline V16 pow2(V16 n) {
-  const __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
-}
+// x * 2^n for integral n in [-126, 128] and x below 2.
+static inline V16 times_pow2(V16 x, V16 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 // Lane i: a < b ? x : y.
 static inline V16 select_lt(V16 a, V16 b, V16 x, V16 y) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
@@ -112,6 +109,7 @@ static inline V16 pow2(V16 n) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.a), bias), 23)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.b), bias), 23))};
 }
+static inline V16 times_pow2(V16 x, V16 n) { return x * pow2(min(n, V16::set1(127.0f))); }
 static inline V16 select_lt(V16 p, V16 q, V16 x, V16 y) {
   return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(p.a, q.a, _CMP_LT_OQ)),
           _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(p.b, q.b, _CMP_LT_OQ))};
@@ -214,6 +212,7 @@ static inline V16 pow2(V16 n) {
   }
   return r;
 }
+static inline V16 times_pow2(V16 x, V16 n) { return x * pow2(min(n, V16::set1(127.0f))); }
 static inline V16 select_lt(V16 a, V16 b, V16 x, V16 y) { OCTAVO_LANEWISE(a.v[i] < b.v[i] ? x.v[i] : y.v[i]); }
 static inline V16 keep_range(V16 x, int lo, int hi, float fill) { OCTAVO_LANEWISE(i >= lo && i < hi ? x.v[i] : fill); }
 static inline V16 load_bf16(const uint16_t* p) {
@@ -311,7 +310,7 @@ static inline V16 exp16(V16 x) {
   p = fma(p, r, V16::set1(1.6666665459e-1f));
   p = fma(p, r, V16::set1(5.0000001201e-1f));
   p = fma(p * r, r, r + V16::set1(1.0f));
-  return select_lt(x, low, V16::zero(), p * pow2(min(n, V16::set1(127.0f))));
+  return select_lt(x, low, V16::zero(), times_pow2(p, n));
 }
 
 // Round-to-nearest-even conversion; NaN stays NaN.
