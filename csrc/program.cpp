@@ -47,9 +47,9 @@ int Program::add_matrix(const FormatInfo& format, const uint8_t* data, int n, in
   const size_t scratch = std::max(kernels_->linear_scratch_bytes(k), (size_t)k * 64);
   for (std::vector<uint8_t>& s : scratch_)
     if (s.size() < scratch) s.resize(scratch);
-  if (kernels_->preparation(m) != kAsFloat && prepared_count_ < rows * (size_t)prepared_stride(k)) {
-    prepared_count_ = rows * (size_t)prepared_stride(k);
-    prepared_ = allocate_bytes(prepared_count_ * 2);
+  if (kernels_->preparation(m) != kAsFloat && prepared_width_ < k) {
+    prepared_width_ = k;
+    prepared_ = allocate_bytes(rows * (size_t)prepared_stride(k) * 2);
     sums_ = allocate_bytes(rows * (size_t)sums_per_row(k) * 4);
     large_.resize(rows * (size_t)large_per_row(k));
     large_channels_.resize(large_.size());

@@ -229,7 +229,7 @@ class Program {
   std::vector<SpanItem> span_items_, merges_;
   std::vector<float> span_states_;       // of items that are one span of several
   Bytes prepared_{nullptr, free_bytes};  // prepared rows of the current linear's input
-  size_t prepared_count_ = 0;            // its halves
+  int prepared_width_ = 0;               // values of a row that there is room for
   Bytes sums_{nullptr, free_bytes};      // and what else prepare_row leaves of them
   std::vector<LargeValue> large_;        // of the prepared rows
   std::vector<int32_t> large_channels_, channel_of_;

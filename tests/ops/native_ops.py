@@ -98,14 +98,23 @@ def run_op(name: str, isa: str, inputs: dict[str, Any], *, threads: int = 2) -> 
 
 
 def run_linear(
-    isa: str, fmt: str, data: np.ndarray, shape: tuple[int, ...], inputs: dict[str, Any], *, threads: int = 2
+    isa: str,
+    fmt: str,
+    data: np.ndarray,
+    shape: tuple[int, ...],
+    inputs: dict[str, Any],
+    *,
+    threads: int = 2,
+    after: tuple[np.ndarray, tuple[int, ...]] | None = None,
 ) -> np.ndarray:
-    """x . w^T + bias with the weight given in any format."""
+    """x . w^T + bias with the weight given in any format; `after`: another matrix that the program got before."""
     rows = inputs["x"].shape[0]
     program = new_program(isa, rows, threads=threads)
     program.set_rope(np.ones((POSITIONS, 1), dtype=np.float32), np.ones((POSITIONS, 1), dtype=np.float32))
     program.set_kv_shape(1, 1, 2, "float32")
     program.allocate_kv(64)
+    if after is not None:
+        program.add_matrix(fmt, after[0], *after[1])
     matrix = program.add_matrix(fmt, data, *shape)
     out = put(program, np.full((rows, shape[0]), np.nan, dtype=np.float32))
     program.linear(put(program, inputs["x"]), [(matrix, 0)], program.add_vector(inputs["bias"]), out)

@@ -158,6 +158,18 @@ def test_large_values_keep_the_resolution_of_the_rest(unit: float, fmt: str, isa
 
 
 @pytest.mark.parametrize("isa", INT8_ISAS)
+def test_large_values_of_a_matrix_a_little_wider_than_the_last(isa: str) -> None:
+    """Rows of 1,024 values are as far apart as those of 1,056, but have fewer channels."""
+    rng = np.random.default_rng(10)
+    narrow, wide = (random_matrix(rng, "Q4_0", 16, cols) for cols in (1024, 1056))
+    x = rng.standard_normal((40, 1056), dtype=np.float32)
+    x[:, 1024:] *= 100.0
+    inputs = {"x": x, "bias": np.zeros(16, np.float32)}
+    alone = run_linear(isa, "Q4_0", wide, (16, 1056), inputs)
+    np.testing.assert_array_equal(run_linear(isa, "Q4_0", wide, (16, 1056), inputs, after=(narrow, (16, 1024))), alone)
+
+
+@pytest.mark.parametrize("isa", INT8_ISAS)
 @pytest.mark.parametrize("fmt", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K"])
 def test_rows_of_any_spread(fmt: str, isa: str) -> None:
     """From alike values to a few that are all there is, at any magnitude, some rows zero."""
