@@ -316,7 +316,7 @@ PackedMatrix make_packed(const FormatInfo& info, int n, int k, EightBits eight_b
   m.n = n;
   m.k = k;
   m.panels = (n + 15) / 16;
-  const int padded = (k + 31) / 32 * 32;
+  const int padded = padded32(k);
   if (info.group == 0) {
     m.form = info.format == Format::F32 ? Form::kF32 : info.format == Format::F16 ? Form::kF16 : Form::kBF16;
     m.value_bytes = m.form == Form::kF32 ? (size_t)k * 64 : (size_t)padded * 32;

@@ -9,6 +9,10 @@
 
 namespace octavo {
 
+// n rounded up: to whole vectors of 16, and to what matrices, prepared rows and keys in pairs are padded to.
+inline int padded16(int n) { return (n + 15) / 16 * 16; }
+inline int padded32(int n) { return (n + 31) / 32 * 32; }
+
 // Formats of checkpoints; numbers are GGUF type ids.
 enum class Format : int32_t {
   F32 = 0,

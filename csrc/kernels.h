@@ -84,7 +84,7 @@ inline int first_span(const AttentionTask& t) { return first_seen(t.first_pos, t
 inline int last_span(const AttentionTask& t) { return (t.first_pos + t.num_tokens - 1) / kSpanTokens; }
 
 // Floats of what `rows` queries have gathered from a span: their maxima, sums and outputs.
-inline size_t state_floats(int rows, int head_dim) { return (size_t)rows * (2 + (size_t)(head_dim + 15) / 16 * 16); }
+inline size_t state_floats(int rows, int head_dim) { return (size_t)rows * (2 + (size_t)padded16(head_dim)); }
 
 enum class KvType : int32_t { kBf16, kF32, kInt8 };  // of the cache
 
@@ -137,7 +137,7 @@ inline int64_t sums_per_row(int k) { return std::max(((int64_t)k + 31) / 32 * 3,
 // head_dim rounded up to 32 values per token, values head_dim rounded up to 16. In 8 bits, keys and values of a token
 // have a bf16 scale each.
 inline size_t kv_block_head_bytes(int head_dim, KvType type) {
-  const size_t keys = (size_t)(head_dim + 31) / 32 * 32, values = (size_t)(head_dim + 15) / 16 * 16;
+  const size_t keys = (size_t)padded32(head_dim), values = (size_t)padded16(head_dim);
   if (type == KvType::kInt8) return kBlockTokens * (keys + values + 4);
   return kBlockTokens * (keys + values) * (type == KvType::kF32 ? 4 : 2);
 }

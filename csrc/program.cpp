@@ -71,7 +71,7 @@ int Program::add_vector(const float* data, int n) {
 }
 
 int Program::add_buffer(int width, bool outputs) {
-  const int64_t stride = spread((width + 15) / 16 * 16, 4);
+  const int64_t stride = spread(padded16(width), 4);
   const size_t bytes = (size_t)stride * (size_t)(outputs ? output_rows_ : max_tokens_) * 4;
   buffers_.push_back({width, stride, outputs, allocate_bytes(bytes)});
   return (int)buffers_.size() - 1;

@@ -180,9 +180,7 @@ class Program {
   void plan_tiles(const StepInput& in);
   void run(const Op& op, const StepInput& in, int rows, int first_output);
   void chain(Op& op, View x);
-  int64_t prepared_stride(int k) const {
-    return spread((k + 31) / 32 * 32 * (int64_t)kernels_->prepared_value_bytes / 2, 2);
-  }
+  int64_t prepared_stride(int k) const { return spread(padded32(k) * (int64_t)kernels_->prepared_value_bytes / 2, 2); }
   int preparation(const Op& op) const;
   void prepare_row(View x, int row, int preparation);
   int row_blocks(int rows) const { return (rows + kernels_->row_block - 1) / kernels_->row_block; }

@@ -36,14 +36,14 @@ struct Int8Cache {
 
 template <class Cache>
 static inline const uint16_t* scales_of(const typename Cache::T* keys, int head_dim) {
-  const size_t key_bytes = (size_t)(head_dim + 31) / 32 * 32, value_bytes = (size_t)(head_dim + 15) / 16 * 16;
+  const size_t key_bytes = (size_t)padded32(head_dim), value_bytes = (size_t)padded16(head_dim);
   return (const uint16_t*)(keys + kBlockTokens * (key_bytes + value_bytes));
 }
 
 template <class Cache>
 static void store_kv_as(const float* k, const float* v, int head_dim, uint8_t* kv, int offset) {
   using T = typename Cache::T;
-  const int padded = (head_dim + 15) / 16 * 16;
+  const int padded = padded16(head_dim);
   T* keys = (T*)kv;
   T* values = keys + (size_t)head_dim * 16 + (size_t)offset * padded;
   for (int d = 0; d < head_dim; ++d) keys[(size_t)d * 16 + offset] = Cache::from(k[d]);
@@ -69,7 +69,7 @@ static inline uint16_t store_bytes(const float* x, int n, int8_t* out, int strid
 template <>
 void store_kv_as<Int8Cache>(const float* k, const float* v, int head_dim, uint8_t* kv, int offset) {
   int8_t* keys = (int8_t*)kv;
-  int8_t* values = keys + (size_t)head_dim * 16 + (size_t)offset * ((head_dim + 15) / 16 * 16);
+  int8_t* values = keys + (size_t)head_dim * 16 + (size_t)offset * padded16(head_dim);
   uint16_t* scales = (uint16_t*)scales_of<Int8Cache>(keys, head_dim);
   scales[offset] = store_bytes(k, head_dim, keys + offset, 16);
   scales[kBlockTokens + offset] = store_bytes(v, head_dim, values, 1);
@@ -172,7 +172,7 @@ static inline void clear_state(const SpanState& s, int rows, int head_dim) {
 
 // Adds what rows gathered from the next span to `total`. Scores count in natural logarithms times `unit`.
 static void merge_state(const SpanState& total, const SpanState& part, int rows, int head_dim, float unit) {
-  const int padded = (head_dim + 15) / 16 * 16;
+  const int padded = padded16(head_dim);
   for (int r = 0; r < rows; ++r) {
     if (part.sum[r] == 0.0f) continue;
     float *out = total.out + (size_t)r * padded, *more = part.out + (size_t)r * padded;
@@ -194,7 +194,7 @@ static void merge_state(const SpanState& total, const SpanState& part, int rows,
 }
 
 static void write_outputs(const AttentionTask& t, const SpanState& s) {
-  const int padded = (t.head_dim + 15) / 16 * 16;
+  const int padded = padded16(t.head_dim);
   for (int r = 0; r < t.num_tokens * t.group; ++r) {
     float* out = t.out + (size_t)(r / t.group) * t.ldo + (size_t)(r % t.group) * t.head_dim;
     const V16 inverse = V16::set1(1.0f / s.sum[r]);
@@ -312,7 +312,7 @@ static inline void scale_blocks(const uint8_t* const* keys, int blocks, int head
 template <class Cache, int kRows, bool kPrefetch>
 static void attend_rows(const AttentionTask& t, const float* queries, const SpanState& state, int row, int piece,
                         int num_tokens, const Piece& p, float* scores) {
-  const int blocks = (num_tokens + 15) / 16, padded = (t.head_dim + 15) / 16 * 16;
+  const int blocks = (num_tokens + 15) / 16, padded = padded16(t.head_dim);
   const float* q = queries + (size_t)row * t.head_dim;
   constexpr int kAtOnce = columns_at_once(kRows);
   int b = 0;
@@ -334,9 +334,7 @@ static void attend_rows(const AttentionTask& t, const float* queries, const Span
     add_values<Cache, kRows, 1, kPrefetch>(p.values, p.next_values, num_tokens, padded, column, scores, alpha, out);
 }
 
-static inline size_t wide_piece_floats(int head_dim) {
-  return (size_t)kPieceTokens * (head_dim + (head_dim + 15) / 16 * 16);
-}
+static inline size_t wide_piece_floats(int head_dim) { return (size_t)kPieceTokens * (head_dim + padded16(head_dim)); }
 
 // Rows from which on a piece of bf16 keys and values is turned to floats once, instead of once for every few rows.
 static constexpr int kWideAttention = 3 * kRowsAtOnce;
@@ -350,7 +348,7 @@ static inline Piece widen_piece(const Piece& p, int blocks, int head_dim, float*
   Piece wide;
   for (int b = 0; b < blocks; ++b) {
     wide.keys[b] = widen(p.keys[b], head_dim * 16);
-    wide.values[b] = widen(p.values[b], (head_dim + 15) / 16 * 16 * kBlockTokens);
+    wide.values[b] = widen(p.values[b], padded16(head_dim) * kBlockTokens);
   }
   return wide;
 }

@@ -34,7 +34,7 @@ struct PairScratch {
 };
 
 static inline size_t pair_scratch_bytes(int rows, int head_dim, PairScratch* s, uint8_t* base) {
-  const int padded = (head_dim + 15) / 16 * 16, depth = padded32(head_dim);
+  const int padded = padded16(head_dim), depth = padded32(head_dim);
   size_t at = 0;
   const auto take = [&](size_t bytes) {
     uint8_t* p = base + at;
@@ -118,8 +118,8 @@ static inline void load_queries(const AttentionTask& t, const PairScratch& s, in
 #endif
 
 static void attend_pairs(const AttentionTask& t, uint8_t* scratch) {
-  const int num_rows = t.num_tokens * t.group, depth = padded32(t.head_dim), padded = (t.head_dim + 15) / 16 * 16;
-  const int rows_up = (num_rows + 15) / 16 * 16;
+  const int num_rows = t.num_tokens * t.group, depth = padded32(t.head_dim), padded = padded16(t.head_dim);
+  const int rows_up = padded16(num_rows);
   PairScratch s;
   pair_scratch_bytes(rows_up, t.head_dim, &s, (uint8_t*)(((uintptr_t)scratch + 63) / 64 * 64));
   load_queries(t, s, num_rows, rows_up);
@@ -151,7 +151,7 @@ static void store_kv(const float* k, const float* v, int head_dim, KvType type, 
 
 static size_t attention_scratch_bytes(int group, int head_dim) {
   PairScratch s;
-  const size_t pairs = pair_scratch_bytes((kTileTokens * group + 15) / 16 * 16, head_dim, &s, nullptr) + 64;
+  const size_t pairs = pair_scratch_bytes(padded16(kTileTokens * group), head_dim, &s, nullptr) + 64;
   const size_t rows = row_scratch_bytes(group, head_dim);
   return pairs > rows ? pairs : rows;
 }

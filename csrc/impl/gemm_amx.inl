@@ -11,7 +11,7 @@ static Preparation preparation(const PackedMatrix& w) {
 }
 
 static void prepare_row(const float* x, int k, int, uint16_t* prepared, float*) {
-  for (int i = 0; i < (k + 31) / 32 * 32; i += 16) {
+  for (int i = 0; i < padded32(k); i += 16) {
     const int left = k - i < 0 ? 0 : k - i < 16 ? k - i : 16;
     const __m512 v = left == 16 ? _mm512_loadu_ps(x + i) : _mm512_maskz_loadu_ps((__mmask16)((1u << left) - 1u), x + i);
     _mm256_storeu_si256((__m256i*)(prepared + i), (__m256i)_mm512_cvtneps_pbh(v));
@@ -131,7 +131,7 @@ static constexpr int kSliceK = 128;  // k unpacked at a time for a thin batch: f
 // At most 16 rows: weights stream by once. Four panels at a time, to hide the latency of a tile op behind three others.
 static void amx_thin(const LinearArgs& a, int panel, int panels, uint8_t* scratch) {
   const PackedMatrix& w = *a.w;
-  const int padded = (w.k + 31) / 32 * 32;
+  const int padded = padded32(w.k);
   const size_t ld = (size_t)a.ld_prepared * 2;
   const uint8_t* weights[4];
   _tile_zero(0);
@@ -182,7 +182,7 @@ static inline void amx_wide_block(const LinearArgs& a, int row0, int row1, int p
   const size_t ld = (size_t)a.ld_prepared * 2;
   const uint16_t* x0 = a.prepared + (size_t)row0 * a.ld_prepared;
   const uint16_t* x1 = a.prepared + (size_t)row1 * a.ld_prepared;
-  const int padded = (a.w->k + 31) / 32 * 32;
+  const int padded = padded32(a.w->k);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -300,7 +300,7 @@ static void linear(const LinearArgs& a, int panel_begin, int panel_end, void* sc
 }
 
 static size_t linear_scratch_bytes(int k) {
-  const size_t padded = (size_t)(k + 31) / 32 * 32;
+  const size_t padded = (size_t)padded32(k);
   const size_t wide = padded * 64, thin = (size_t)kSliceK * 32 * 4;
   return (wide > thin ? wide : thin) + 128;
 }

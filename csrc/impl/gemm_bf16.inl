@@ -7,7 +7,7 @@
 // as they stream by; wide ones unpack a panel once into scratch and reuse it for all rows.
 
 static void prepare_row_bf16(const float* x, int k, uint16_t* prepared, float* sums) {
-  const int padded = (k + 31) / 32 * 32;
+  const int padded = padded32(k);
   for (int i = 0; i < padded; i += 16) {
     const int left = k - i < 0 ? 0 : k - i < 16 ? k - i : 16;
     const __m512 v = left == 16 ? _mm512_loadu_ps(x + i) : _mm512_maskz_loadu_ps((__mmask16)((1u << left) - 1u), x + i);

@@ -9,9 +9,6 @@
 
 static constexpr int kLanes = 16;
 
-// n rounded up to what prepared rows and keys in pairs are padded to.
-static inline int padded32(int n) { return (n + 31) / 32 * 32; }
-
 #if defined(OCTAVO_ISA_AVX512)
 
 struct V16 {
