@@ -106,7 +106,8 @@ static inline void unpack_nibbles(const PackedMatrix& w, int panel, uint8_t* out
   }
 }
 
-// kZero: the packed integer that means 0. kMin: weights have a minimum. kWide: `wide` is there, else null.
+// kZero: the packed integer that means 0. kMin: weights have a minimum. kHalf: scales are halves, which `wide` has as
+// floats. kWide: `wide` is there, else null.
 template <int kRows, int kPanels, Form kForm, int kChunks, int kZero, bool kMin, bool kHalf, bool kPrefetch, bool kWide>
 static inline void int8_tile(const LinearArgs& a, int row, int panel, WideBatch* wide) {
   constexpr Form kBytes = kWide ? Form::kQ8x4 : kForm;
@@ -204,16 +205,19 @@ static void multiply_wide(const LinearArgs& a, int panel, uint8_t* scratch) {
   WideBatch wide{bytes, scales, next, next + kPanels * w.panel_bytes};
   in_row_tiles<kWideTileRows>(a.rows, [&](int row, auto rows) {
     if constexpr (rows.value >= kWideTileRows - 1)  // as all tiles of so many rows are
-      int8_tile<rows.value, kPanels, kForm, kChunks, kZero, kMin, kHalf, false, true>(a, row, panel, &wide);
+      int8_tile<rows.value, kPanels, kForm, kChunks, kZero, kMin, false, false, true>(a, row, panel, &wide);
   });
 }
 
-// The first tile asks for the next panels; the others find theirs in the cache.
+// The first tile asks for the next panels; the others find theirs in the cache. (A last, single panel is too rare for
+// kernels of its own.)
 template <int kPanels, Form kForm, int kChunks, int kZero, bool kMin, bool kHalf>
 static void multiply_thin(const LinearArgs& a, int panel) {
   in_row_tiles<kTileRows8>(a.rows, [&](int row, auto rows) {
-    row == 0 ? int8_tile<rows.value, kPanels, kForm, kChunks, kZero, kMin, kHalf, true, false>(a, row, panel, nullptr)
-             : int8_tile<rows.value, kPanels, kForm, kChunks, kZero, kMin, kHalf, false, false>(a, row, panel, nullptr);
+    if (kPanels == 1 || row == 0)
+      int8_tile<rows.value, kPanels, kForm, kChunks, kZero, kMin, kHalf, true, false>(a, row, panel, nullptr);
+    else if constexpr (kPanels > 1)
+      int8_tile<rows.value, kPanels, kForm, kChunks, kZero, kMin, kHalf, false, false>(a, row, panel, nullptr);
   });
 }
 
