@@ -45,8 +45,8 @@ static constexpr int kPreparedValueBytes = 2;
 static constexpr decltype(Kernels::gather_large) kGatherLarge = nullptr;
 #endif
 
-// Weights in 8-bit products stay packed: a block of rows costs nothing but reading them again, and stays in the second
-// cache. Others unpack a panel for all rows.
+// In 8-bit products a block of rows costs little more than reading the weights again, and stays in the second cache.
+// Others unpack a panel for all rows.
 static constexpr int kRowBlock = kEightBits == EightBits::kQuads ? 64 : 1 << 30;
 
 // clang-format off
