@@ -153,11 +153,11 @@ void Program::prepare_input(const Op& op, int rows) {
   const int wanted = preparation(op);
   if (wanted && !op.is_prepared) for_rows(rows, op.a.width, [&](int r, int) { prepare_row(op.a, r, wanted); });
   if (!(wanted & kAsInt8)) return;
+  const int64_t ld = sums_per_row(op.a.width);
   LargeValue* values = large_.data();
   int32_t* channels = large_channels_.data();
   for (int b = 0; b < row_blocks(rows); ++b) {
     const RowRange range = row_range(rows, b);
-    const int64_t ld = sums_per_row(op.a.width);
     large_blocks_[b] = kernels_->gather_large((const float*)sums_.get() + range.begin * ld, ld, range.end - range.begin,
                                               values, channels, channel_of_.data());
     values += large_blocks_[b].num_values;

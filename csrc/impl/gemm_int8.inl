@@ -37,7 +37,7 @@ struct Quant {
   int32_t fraction;  // of the step, whose mantissa is 1 + fraction / 256
   float total;       // sum of what the bytes stand for and of the large values, in units
   int32_t zero;      // -8 times the sum of the bytes
-  float total16[2];  // the same of each half
+  float total16[2];  // total and zero of each half
   int32_t zero16[2];
 };
 static_assert(sizeof(Quant) == 64);
@@ -131,6 +131,7 @@ static inline __m256 largest_of_each(const __m256 (&m)[8]) {
                        _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
 }
 
+// Lane j of m[i] becomes lane i of m[j].
 static inline void transpose(__m256 (&m)[8]) {
   __m256 pairs[8], quads[8];
   for (int i = 0; i < 4; ++i) {
@@ -152,6 +153,7 @@ static inline void transpose(__m256 (&m)[8]) {
   }
 }
 
+// Prepares a row: Quant[K32 / 32] to `out`, RowRest to `sums`.
 class RowPreparation {
  public:
   RowPreparation(const float* x, int k, Quant* out, float* sums)

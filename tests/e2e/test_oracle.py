@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ops.native_ops import INT8_PRODUCTS
 
 from octavo import _native
 from octavo.backends.cpu.backend import CpuBackend
@@ -39,7 +40,7 @@ OTHERS = Bounds(mean_kl=0.0005, mean_error=0.03, margin=0.2, equal=0.98)
 
 
 def bounds_of(backend: CpuBackend) -> Bounds:
-    return EIGHT_BITS if isa_of(backend) in ("avx2", "avx512_vnni", "avx512_vnni_bf16") else OTHERS
+    return EIGHT_BITS if isa_of(backend) in INT8_PRODUCTS else OTHERS
 
 
 def reference(name: str) -> Any:
