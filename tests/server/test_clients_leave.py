@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
+import struct
+import sys
 import threading
 import time
 from pathlib import Path
@@ -50,6 +53,31 @@ def test_leaving_a_plain_request(live: LiveServer, fields: dict[str, Any]) -> No
     live.wait_until(lambda: live.idle)
     assert live.engine.stats().num_steps - begun < 150
     live.check_idle_and_live()
+
+
+def vanish(connection: socket.socket) -> None:
+    """From now on the kernel drops what arrives here before TCP sees it: no acknowledgement, no FIN, no reset."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes of the packet
+    program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+    connection.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER, which this module does not name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="packet filters on a socket are Linux's")
+@pytest.mark.parametrize("stream", [True, False])
+def test_vanishing(tmp_path: Path, stream: bool) -> None:
+    """C169, half-open: a peer that is gone without a FIN is noticed though the buffers could hold the whole answer."""
+    with live_server(tmp_path, vanished_after=1.0) as live:
+        live.model.delay = 0.05
+        with live.send_raw(COMPLETIONS, {"prompt": "vanish", **LONG, "stream": stream}) as connection:
+            live.wait_until(lambda: live.engine.scheduler.running)
+            if stream:
+                wait_for_data(connection, b"data: ")
+            vanish(connection)
+            begun = live.engine.stats().num_steps
+            live.wait_until(lambda: live.idle, 20)
+            assert live.engine.stats().num_steps - begun < 150
+        live.model.delay = 0.0
+        live.check_idle_and_live()
 
 
 def test_fifty_leave_at_once(live: LiveServer) -> None:

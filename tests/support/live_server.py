@@ -213,6 +213,7 @@ def live_server(
     settings: dict[str, Any] | None = None,
     shutdown_timeout: float = 0.0,
     write_timeout: float = 60.0,
+    vanished_after: float = 60.0,
     **config: Any,
 ) -> Iterator[LiveServer]:
     """Keyword arguments: those of EngineConfig; `settings`: those of ServerSettings."""
@@ -235,7 +236,7 @@ def live_server(
             }
         ),
     )
-    listener = bind_socket("127.0.0.1", 0)
+    listener = bind_socket("127.0.0.1", 0, vanished_after)
     started = threading.Event()
     server = OctavoServer(app, shutdown_timeout=shutdown_timeout, write_timeout=write_timeout, on_started=started.set)
     thread = threading.Thread(target=server.serve_on, args=(listener,))

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from octavo.errors import ConfigError
 from octavo.units import shorten
 
+VANISHED_AFTER = 60.0
+
 
 def check_origins(origins: Sequence[str]) -> None:
     """Raises ConfigError unless each is "*" or what a browser sends as Origin."""
@@ -36,8 +38,11 @@ def check_certificate(certfile: str | None, keyfile: str | None) -> None:
         raise ConfigError(f"ssl_certfile or ssl_keyfile cannot be read: {e.strerror}") from None
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError, before any model is loaded."""
+def bind_socket(host: str, port: int, vanished_after: float = VANISHED_AFTER) -> socket.socket:
+    """A bound socket that does not listen yet. Raises ConfigError, before any model is loaded.
+
+    Connections from which nothing was heard for `vanished_after` seconds, though they owe an acknowledgement, end.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -47,14 +52,26 @@ def bind_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(f"host: cannot resolve {host[:100]!r}: {getattr(e, 'strerror', None) or e}") from None
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited: peers that vanish are noticed
-        if hasattr(socket, "TCP_KEEPIDLE"):
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        _notice_vanished_peers(made, vanished_after)
         made.bind(address)
     except (OSError, OverflowError) as e:
         made.close()
         raise cannot_listen(host, port, e) from None
     return made
+
+
+def _notice_vanished_peers(listening: socket.socket, seconds: float) -> None:
+    """Connections inherit it. By itself Linux would repeat data for a quarter of an hour, and probe after two hours."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    whole = max(1, int(seconds))
+    for name, value in (
+        ("TCP_USER_TIMEOUT", int(seconds * 1000)),  # for data under way, a closed window included
+        ("TCP_KEEPIDLE", whole),  # where none is: probes
+        ("TCP_KEEPINTVL", max(1, whole // 6)),
+        ("TCP_KEEPCNT", 3),
+    ):
+        if hasattr(socket, name):
+            listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def cannot_listen(host: str, port: int, error: Exception) -> ConfigError:

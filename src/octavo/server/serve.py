@@ -22,7 +22,7 @@ from octavo.server.app import ServerSettings, create_app
 from octavo.server.http_server import OctavoServer
 from octavo.server.keys import load_keys
 from octavo.server.ledger import Ledger
-from octavo.server.listen import bind_socket, check_certificate, check_origins
+from octavo.server.listen import VANISHED_AFTER, bind_socket, check_certificate, check_origins
 from octavo.server.process import DEFAULT_ASSEMBLE, StageProgress
 from octavo.server.quotas import Accounts
 from octavo.server.schema import PRESET_FIELDS
@@ -101,8 +101,9 @@ def run_server(
     begun = time.monotonic()
     check_origins(serve.cors_origins)
     check_certificate(serve.ssl_certfile, serve.ssl_keyfile)
+    vanished_after = max(VANISHED_AFTER, serve.write_timeout)  # a slow reader has all its write timeout
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(bind_socket(serve.host, serve.port))
+        listener = stack.enter_context(bind_socket(serve.host, serve.port, vanished_after))
         tracer = None
         if serve.otlp_traces_endpoint:
             tracer = stack.enter_context(contextlib.closing(Tracer(serve.otlp_traces_endpoint)))
