@@ -17,21 +17,56 @@ static constexpr int kRowsAtOnce = 6;
 static constexpr int columns_at_once(int rows) { return rows <= 3 ? 2 : 1; }
 #endif
 
+// How each type of cache is read: 16 values with their lanes in the order that costs least. From then on a lane is
+// computed on its own; in_order() sorts the sums once, and as_loaded() is its inverse.
+struct InOrder {
+  static inline V16 in_order(V16 x) { return x; }
+  static inline V16 as_loaded(V16 x) { return x; }
+};
+#if defined(OCTAVO_ISA_AVX2)
+struct alignas(32) Mask {
+  uint32_t lanes[8];
+};
+static constexpr uint32_t kUpper = 0xffff0000u;
+static constexpr Mask kUpperHalves = {{kUpper, kUpper, kUpper, kUpper, kUpper, kUpper, kUpper, kUpper}};
 struct Bf16Cache {
   using T = uint16_t;
-  static inline V16 load(const T* p) { return load_bf16(p); }
   static inline T from(float x) { return float_to_bf16(x); }
+  // Every second lane is a shift away, the others a mask: half the operations of widening them in order. The mask
+  // stays in memory, since score_few() has no register for it.
+  static inline __m256 load_half(const T* p, int odd) {
+    __m256i w = _mm256_loadu_si256((const __m256i*)p);
+    if (!odd) return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+    asm("vpand %1, %0, %0" : "+x"(w) : "m"(kUpperHalves));
+    return _mm256_castsi256_ps(w);
+  }
+  static inline V16 load(const T* p) { return {load_half(p, 0), load_half(p, 1)}; }
+  static inline V16 in_order(V16 x) { return interleave(x); }
+  static inline V16 as_loaded(V16 x) { return deinterleave(x); }
 };
-struct F32Cache {
+#else
+struct Bf16Cache : InOrder {
+  using T = uint16_t;
+  static inline T from(float x) { return float_to_bf16(x); }
+  static inline V16 load(const T* p) { return load_bf16(p); }
+};
+#endif
+struct F32Cache : InOrder {
   using T = float;
-  static inline V16 load(const T* p) { return V16::load(p); }
   static inline T from(float x) { return x; }
+  static inline V16 load(const T* p) { return V16::load(p); }
+#if defined(OCTAVO_ISA_AVX2)
+  static inline __m256 load_half(const T* p, int upper) { return _mm256_loadu_ps(p + upper * 8); }
+#endif
 };
 
 // Signed bytes; the scales of a block's 16 keys, then of its 16 values, lie behind them in bf16.
-struct Int8Cache {
+struct Int8Cache : InOrder {
   using T = int8_t;
   static inline V16 load(const T* p) { return load_i8(p); }
+#if defined(OCTAVO_ISA_AVX2)
+  static inline __m256 load_half(const T* p, int upper) { return i8_half(p + upper * 8); }
+#endif
 };
 
 template <class Cache>
@@ -79,14 +114,21 @@ void store_kv_as<Int8Cache>(const float* k, const float* v, int head_dim, uint8_
 // loads one piece, it asks for the same place of the next (kPrefetch), into the second cache, whose queue of misses is
 // longer than that of the first.
 template <bool kPrefetch>
-static inline void ask_for(const uint8_t* place) {
+__attribute__((always_inline)) static inline void ask_for(const uint8_t* place) {
   if constexpr (kPrefetch) _mm_prefetch((const char*)place, _MM_HINT_T1);
 }
+
+#if defined(OCTAVO_ISA_AVX2)
+#include "attention_avx2.inl"
+#endif
 
 // scores[r][16 b + t] = q[r] . key(t of block b), summed over d in order.
 template <class Cache, int kRows, int kBlocks, bool kPrefetch>
 static inline void score_blocks(const float* q, int head_dim, const uint8_t* const* keys, const uint8_t* const* next,
                                 float* scores) {
+#if defined(OCTAVO_ISA_AVX2)
+  if constexpr (kRows <= 3) return score_few<Cache, kRows, kBlocks, kPrefetch>(q, head_dim, keys, next, scores);
+#endif
   using T = typename Cache::T;
   V16 acc[kRows][kBlocks];
   for (int r = 0; r < kRows; ++r)
@@ -102,18 +144,25 @@ static inline void score_blocks(const float* q, int head_dim, const uint8_t* con
     }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int b = 0; b < kBlocks; ++b) acc[r][b].store(scores + (size_t)r * kPieceTokens + b * 16);
+    for (int b = 0; b < kBlocks; ++b) Cache::in_order(acc[r][b]).store(scores + (size_t)r * kPieceTokens + b * 16);
 }
 
 // out[r][columns] = out[r] * alpha[r] + sum over t in order of weight[r][t] * value(t).
 template <class Cache, int kRows, int kChunks, bool kPrefetch>
 static inline void add_values(const uint8_t* const* values, const uint8_t* const* next, int num_tokens, int padded,
                               int column, const float* weights, const float* alpha, float* out) {
+#if defined(OCTAVO_ISA_AVX2)
+  if constexpr (kRows <= 3)
+    return add_values_to_few<Cache, kRows, kChunks, kPrefetch>(values, next, num_tokens, padded, column, weights, alpha,
+                                                               out);
+#endif
   using T = typename Cache::T;
   V16 acc[kRows][kChunks];
   for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kChunks; ++c)
-      acc[r][c] = V16::load(out + (size_t)r * padded + column + c * 16) * V16::set1(alpha[r]);
+    for (int c = 0; c < kChunks; ++c) {
+      const V16 before = V16::load(out + (size_t)r * padded + column + c * 16);
+      acc[r][c] = Cache::as_loaded(before * V16::set1(alpha[r]));
+    }
   for (int t = 0; t < num_tokens; ++t) {
     const size_t at = ((size_t)(t % 16) * padded + column) * sizeof(T);
     const T* const value = (const T*)(values[t / 16] + at);
@@ -126,7 +175,7 @@ static inline void add_values(const uint8_t* const* values, const uint8_t* const
     }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kChunks; ++c) acc[r][c].store(out + (size_t)r * padded + column + c * 16);
+    for (int c = 0; c < kChunks; ++c) Cache::in_order(acc[r][c]).store(out + (size_t)r * padded + column + c * 16);
 }
 
 struct SpanState {  // of all rows of a tile; row = token * group + head
@@ -138,8 +187,8 @@ struct SpanState {  // of all rows of a tile; row = token * group + head
 // Where the blocks of a piece lie, and those of the piece that this thread probably takes next: the next one of the
 // sequence, or the first of the next task.
 struct Piece {
-  const uint8_t *keys[kPieceBlocks] = {}, *values[kPieceBlocks] = {};
-  const uint8_t *next_keys[kPieceBlocks] = {}, *next_values[kPieceBlocks] = {};
+  const uint8_t *keys[kPieceBlocks], *values[kPieceBlocks];
+  const uint8_t *next_keys[kPieceBlocks], *next_values[kPieceBlocks];
 };
 
 // `value_offset`: of a block's values, in bytes.

@@ -141,17 +141,25 @@ static inline __m256 i8_half_pair(const int8_t* p, int h) {
   return _mm256_cvtepi32_ps(h ? _mm256_srai_epi32(w, 8) : _mm256_srai_epi32(_mm256_slli_epi32(w, 24), 24));
 }
 static inline V16 load_i8_pair(const int8_t* p, int h) { return {i8_half_pair(p, h), i8_half_pair(p + 16, h)}; }
-static inline V16 load_i8(const int8_t* p) {
-  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+static inline __m256 i8_half(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
+static inline V16 load_i8(const int8_t* p) { return {i8_half(p), i8_half(p + 8)}; }
 static inline __m256 bf16_half_pair(const uint16_t* p, int h) {
   const __m256i w = _mm256_loadu_si256((const __m256i*)p);
   const __m256i high = _mm256_set1_epi32((int)0xffff0000u);
   return _mm256_castsi256_ps(h ? _mm256_and_si256(w, high) : _mm256_slli_epi32(w, 16));
 }
 static inline V16 load_bf16_pair(const uint16_t* p, int h) { return {bf16_half_pair(p, h), bf16_half_pair(p + 16, h)}; }
+// a0 b0 a1 b1 ... of two halves, and back.
+static inline V16 interleave(V16 x) {
+  const __m256 low = _mm256_unpacklo_ps(x.a, x.b), high = _mm256_unpackhi_ps(x.a, x.b);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+static inline V16 deinterleave(V16 x) {
+  const __m256 low = _mm256_permute2f128_ps(x.a, x.b, 0x20), high = _mm256_permute2f128_ps(x.a, x.b, 0x31);
+  return {_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd)};
+}
 static inline void to_array(V16 x, float* out) { x.store(out); }
 
 #else  // scalar: plain loops, which the compiler may turn into baseline SSE2
