@@ -6,6 +6,13 @@
 // in the order of g: one arithmetic for any number of rows (law 1). Thin batches unpack weights in registers
 // as they stream by; wide ones unpack a panel once into scratch and reuse it for all rows.
 
+// Where there are 8-bit dot products, too, those formats use them (gemm_int8.inl), and only bf16 matrices come here.
+#if defined(OCTAVO_ISA_VNNI)
+static constexpr bool kQuantisedInBf16 = false;
+#else
+static constexpr bool kQuantisedInBf16 = true;
+#endif
+
 static void prepare_row_bf16(const float* x, int k, uint16_t* prepared, float* sums) {
   const int padded = padded32(k);
   for (int i = 0; i < padded; i += 16) {
@@ -13,9 +20,11 @@ static void prepare_row_bf16(const float* x, int k, uint16_t* prepared, float* s
     const __m512 v = left == 16 ? _mm512_loadu_ps(x + i) : _mm512_maskz_loadu_ps((__mmask16)((1u << left) - 1u), x + i);
     const __m256i b = (__m256i)_mm512_cvtneps_pbh(v);
     _mm256_storeu_si256((__m256i*)(prepared + i), b);
-    sums[i / 16] = hsum({_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16))});
+    if constexpr (kQuantisedInBf16)
+      sums[i / 16] = hsum({_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16))});
   }
-  for (int i = 0; i < padded / 32; ++i) sums[padded / 16 + i] = sums[2 * i] + sums[2 * i + 1];
+  if constexpr (kQuantisedInBf16)
+    for (int i = 0; i < padded / 32; ++i) sums[padded / 16 + i] = sums[2 * i] + sums[2 * i + 1];
 }
 
 // bf16 bits of nibble - zero, twice, since vpermw looks at five bits of its index.
@@ -144,9 +153,9 @@ static void run_tile(const LinearArgs& a, int row, int panel, Source (&source)[k
   Source local[kPanels];
   for (int p = 0; p < kPanels; ++p) local[p] = source[p];
   if constexpr (std::is_same_v<Source, FromBf16>) {
-    if (a.w->form == Form::kBF16) return bf16_tile<kRows, kPanels>(a, row, panel, local);
+    if (!kQuantisedInBf16 || a.w->form == Form::kBF16) return bf16_tile<kRows, kPanels>(a, row, panel, local);
   }
-  quantised_tile<kRows, kPanels>(a, row, panel, local);
+  if constexpr (kQuantisedInBf16) quantised_tile<kRows, kPanels>(a, row, panel, local);
 }
 
 template <int kPanels, class Source>
@@ -176,13 +185,8 @@ static void run_rows(const LinearArgs& a, int panel, Source (&source)[kPanels]) 
 }
 
 template <int kPanels>
-static void run_panels(const LinearArgs& a, int panel, uint8_t* scratch) {
+static void run_quantised_panels(const LinearArgs& a, int panel, uint8_t* scratch) {
   const PackedMatrix& w = *a.w;
-  if (w.form == Form::kBF16) {
-    FromBf16 source[kPanels];
-    for (int p = 0; p < kPanels; ++p) source[p].p = w.panel(panel + p);
-    return run_rows<kPanels>(a, panel, source);
-  }
   FromQ4 q4[kPanels];
   FromQ8 q8[kPanels];
   for (int p = 0; p < kPanels; ++p) {
@@ -205,6 +209,15 @@ static void run_panels(const LinearArgs& a, int panel, uint8_t* scratch) {
     }
   }
   run_rows<kPanels>(a, panel, unpacked);
+}
+
+template <int kPanels>
+static void run_panels(const LinearArgs& a, int panel, uint8_t* scratch) {
+  if constexpr (kQuantisedInBf16)
+    if (a.w->form != Form::kBF16) return run_quantised_panels<kPanels>(a, panel, scratch);
+  FromBf16 source[kPanels];
+  for (int p = 0; p < kPanels; ++p) source[p].p = a.w->panel(panel + p);
+  run_rows<kPanels>(a, panel, source);
 }
 
 static void linear_bf16(const LinearArgs& a, int panel_begin, int panel_end, void* scratch) {

@@ -468,7 +468,7 @@ static Preparation preparation(const PackedMatrix& w) {
 
 static void prepare_row(const float* x, int k, int preparation, uint16_t* prepared, float* sums) {
 #if defined(OCTAVO_ISA_BF16)
-  if (preparation & kAsBf16) prepare_row_bf16(x, k, prepared, sums);  // its sums are for quantised weights: unused here
+  if (preparation & kAsBf16) prepare_row_bf16(x, k, prepared, sums);
 #endif
   if (preparation & kAsInt8) RowPreparation(x, k, const_cast<Quant*>(row_quants(prepared, k)), sums).run();
 }
