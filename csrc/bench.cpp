@@ -19,6 +19,7 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 constexpr int kParts = 5;
 constexpr size_t kCacheBytes = 16 << 20;
+constexpr size_t kPieceBytes = 4 << 20;  // what a thread reads before it looks at the clock
 
 // Runs work(thread) over and over on all threads at once, for `seconds` in each of kParts parts. work returns the
 // operations (or bytes) of one call. The rate of a part is the sum of the threads' own rates.
@@ -88,9 +89,9 @@ __attribute__((target("avx512f"))) uint64_t sum_avx512(const uint64_t* p, size_t
   return sum_scalar(out, 8);
 }
 
-// Reads `bytes_each` per thread, in pieces of at most 4 MiB per call so that a part ends in time.
+// Reads `bytes_each` per thread, in pieces so that a part ends in time.
 double read_rate(uint64_t (*sum)(const uint64_t*, size_t), int num_threads, double seconds, size_t bytes_each) {
-  const size_t piece = std::min<size_t>(bytes_each, 4 << 20), pieces = bytes_each / piece;
+  const size_t piece = std::min(bytes_each, kPieceBytes), pieces = bytes_each / piece;
   std::vector<std::unique_ptr<uint64_t[]>> buffers(num_threads);
   std::vector<size_t> at(num_threads, 0);
   std::vector<uint64_t> sinks(num_threads, 0);
@@ -106,6 +107,10 @@ double read_rate(uint64_t (*sum)(const uint64_t*, size_t), int num_threads, doub
     asm volatile("" : : "g"(&sinks[thread]) : "memory");
     return (double)piece;
   });
+}
+
+uint64_t (*sum_of(const std::string& isa))(const uint64_t*, size_t) {
+  return isa == "amx" || isa.starts_with("avx512") ? sum_avx512 : isa == "avx2" ? sum_avx2 : sum_scalar;
 }
 
 // ------------------------------------------------------------------ arithmetic
@@ -229,7 +234,7 @@ std::vector<std::pair<std::string, double>> measure_limits(const std::string& is
     limits.emplace_back(name, best_rate(num_threads, seconds, work));
   };
   const bool amx = isa == "amx", bf16 = amx || isa.ends_with("_bf16"), avx512 = amx || isa.starts_with("avx512");
-  auto* sum = avx512 ? sum_avx512 : isa == "avx2" ? sum_avx2 : sum_scalar;
+  auto* const sum = sum_of(isa);
   limits.emplace_back("dram_read", read_rate(sum, num_threads, seconds, dram_bytes / num_threads));
   limits.emplace_back("cache_read", read_rate(sum, num_threads, seconds, kCacheBytes));
   measure("fma_f32", avx512 ? fma_avx512 : isa == "avx2" ? fma_avx2 : fma_scalar);
@@ -239,6 +244,39 @@ std::vector<std::pair<std::string, double>> measure_limits(const std::string& is
   if (amx) measure("amx_bf16", amx_bf16);
   if (amx) measure("amx_int8", amx_int8);
   return limits;
+}
+
+MemoryReader::MemoryReader(const std::string& isa, int num_threads, size_t bytes)
+    : sum_(sum_of(isa)), pieces_(bytes / (size_t)num_threads / kPieceBytes), at_((size_t)num_threads, 0) {
+  for (int t = 0; t < num_threads; ++t) {
+    buffers_.emplace_back(new uint64_t[pieces_ * kPieceBytes / 8]);
+    memset(buffers_.back().get(), 1, pieces_ * kPieceBytes);
+  }
+}
+
+double MemoryReader::rate(double seconds) {
+  std::atomic<double> total{0.0};
+  std::atomic<uint64_t> sink{0};
+  const auto run = [&](size_t thread) {
+    size_t& at = at_[thread];
+    uint64_t sum = 0;
+    double done = 0.0, elapsed = 0.0;
+    const auto start = Clock::now();
+    do {
+      sum += sum_(buffers_[thread].get() + at * (kPieceBytes / 8), kPieceBytes / 8);
+      at = (at + 1) % pieces_;
+      done += (double)kPieceBytes;
+      elapsed = seconds_since(start);
+    } while (elapsed < seconds);
+    total.fetch_add(done / elapsed);
+    sink.fetch_add(sum);
+  };
+  std::vector<std::thread> threads;
+  for (size_t t = 1; t < at_.size(); ++t) threads.emplace_back(run, t);
+  run(0);
+  for (std::thread& t : threads) t.join();
+  sink_ += sink.load();  // else nothing would need to be read
+  return total.load();
 }
 
 }  // namespace octavo

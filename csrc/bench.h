@@ -1,6 +1,8 @@
 // What this machine can do at most, measured: rates of reading memory and of the arithmetic that kernels use.
 #pragma once
 
+#include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,5 +17,24 @@ namespace octavo {
 // one that kernels_for() knows on this machine.
 std::vector<std::pair<std::string, double>> measure_limits(const std::string& isa, int num_threads, double seconds,
                                                            size_t dram_bytes);
+
+// Reads its own memory, to see what this machine gives at a certain moment: where there are neighbours, a limit that
+// was measured minutes ago says little.
+class MemoryReader {
+ public:
+  // `bytes` in all, at least 4 MiB a thread; filled at once.
+  MemoryReader(const std::string& isa, int num_threads, size_t bytes);
+  MemoryReader(const MemoryReader&) = delete;
+  // Bytes per second of all threads together, over about `seconds`.
+  double rate(double seconds);
+
+ private:
+  using Sum = uint64_t (*)(const uint64_t*, size_t);
+  Sum sum_;
+  size_t pieces_;                                     // of a thread's buffer
+  std::vector<std::unique_ptr<uint64_t[]>> buffers_;  // one a thread
+  std::vector<size_t> at_;                            // the piece that a thread reads next
+  uint64_t sink_ = 0;
+};
 
 }  // namespace octavo

@@ -84,10 +84,23 @@ def test_limits_of_every_instruction_set() -> None:
             _native.measure_limits(*wrong)
 
 
+def test_reading_memory_again_and_again() -> None:
+    for isa in _native.available_isas():
+        reader = _native.MemoryReader(isa, 2, 16 << 20)
+        assert all(reader.rate(0.005) > 1e6 for _ in range(3))
+        with pytest.raises(ValueError, match="seconds"):
+            reader.rate(0.0)
+    for wrong in [("auto", 1, 1 << 30), ("scalar", 0, 1 << 30), ("scalar", 2, 9)]:
+        with pytest.raises(ValueError):
+            _native.MemoryReader(*wrong)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"dram_read": 1e9, "cache_read": 2e9, "fma_f32": 1e9, "dot_bf16": 1e9, "dot_int8": 1e9, "amx_bf16": 1e9}
     monkeypatch.setattr("octavo.benchmarks.limits.measure_limits", lambda *args: limits)
+    monkeypatch.setattr("octavo.benchmarks.limits.dram_bytes", lambda threads: threads * (4 << 20))
+    monkeypatch.setattr("octavo.cli.bench_kernels.READ_SECONDS", 0.001)
 
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, quick: Any) -> None:
@@ -100,9 +113,18 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, quick: Any)
         assert line["us"] > 0
         assert line["gflop_per_s"] >= 0
         assert line["share_of_dram"] >= 0
+        assert line["dram_read_gb_per_s"] > 0
     code, out, _ = bench(capsys, *argv)
     assert code == 0
-    for text in ("Limits of this machine", "dram_read", "decode 1: ", "gate+up", "prefill 18: ", "of peak"):
+    for text in (
+        "Limits of this machine",
+        "dram_read",
+        "decode 1: ",
+        "gate+up",
+        "prefill 18: ",
+        "% of DRAM",
+        "of peak",
+    ):
         assert text in out
 
 

@@ -86,7 +86,10 @@ def works(decode_rows: Sequence[int], prefill: int, context: int) -> list[Work]:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one op at one site. `flops` and `num_bytes` are what the op needs at least; `arithmetic` names its limit."""
+    """Of one op at one site. `flops` and `num_bytes` are what the op needs at least; `arithmetic` names its limit.
+
+    `dram_read`: bytes a second that reading memory gave just before and after, on average.
+    """
 
     work: Work
     site: Site
@@ -94,6 +97,7 @@ class Timing:
     flops: float
     num_bytes: float
     arithmetic: str
+    dram_read: float
 
 
 def cost(site: Site, spec: ModelSpec, work: Work, weight_bytes: int) -> tuple[float, float]:
@@ -143,9 +147,10 @@ def time_kernels(
     isa: str,
     threads: int,
     seconds: float,
+    read_dram: Callable[[], float],
     progress: Callable[[str, float], None],
 ) -> Iterator[Timing]:
-    """Every site of the model with every work, for about `seconds` each."""
+    """Every site of the model with every work, for about `seconds` each, between two calls of `read_dram`."""
     from octavo.backends.cpu.sites import site_program, sites_of
 
     sites = sites_of(model)
@@ -161,9 +166,11 @@ def time_kernels(
         )
         for work in all_work:
             progress("Timing kernels", i / len(sites))
+            before = read_dram()
             taken = time_site(program, work, seconds)
+            dram_read = (before + read_dram()) / 2
             flops, num_bytes = cost(site, model.spec, work, program.weight_bytes)
-            yield Timing(work, site, taken, flops, num_bytes, arithmetic_of(site, program.program.isa))
+            yield Timing(work, site, taken, flops, num_bytes, arithmetic_of(site, program.program.isa), dram_read)
 
 
 def figures_of(timing: Timing, limits: dict[str, float]) -> dict[str, Any]:
@@ -180,7 +187,8 @@ def figures_of(timing: Timing, limits: dict[str, float]) -> dict[str, Any]:
         "step_us": round(timing.seconds * 1e6 * timing.site.num_ops, 1),
         "gflop_per_s": round(rate / 1e9, 2),
         "gb_per_s": round(bandwidth / 1e9, 2),
-        "share_of_dram": round(bandwidth / limits["dram_read"], 4),
+        "dram_read_gb_per_s": round(timing.dram_read / 1e9, 2),
+        "share_of_dram": round(bandwidth / timing.dram_read, 4),
         "share_of_arithmetic": round(rate / limits[timing.arithmetic], 4),
         "arithmetic": timing.arithmetic,
     }

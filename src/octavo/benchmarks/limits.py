@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from octavo.system import memory_info
+
+if TYPE_CHECKING:
+    from octavo._native import MemoryReader
 
 MOST_BYTES = 1 << 30
 LEAST_BYTES = 64 << 20
@@ -20,6 +25,18 @@ def measure_limits(isa: str, threads: int, seconds: float) -> dict[str, float]:
     """
     from octavo import _native
 
-    chosen = _native.available_isas()[-1] if isa == "auto" else isa
-    limits: dict[str, float] = _native.measure_limits(chosen, threads, seconds, dram_bytes(threads))
+    limits: dict[str, float] = _native.measure_limits(_chosen(isa), threads, seconds, dram_bytes(threads))
     return limits
+
+
+def memory_reader(isa: str, threads: int) -> MemoryReader:
+    """Measures again and again what reading memory gives; holds up to 1 GiB."""
+    from octavo import _native
+
+    return _native.MemoryReader(_chosen(isa), threads, dram_bytes(threads))
+
+
+def _chosen(isa: str) -> str:
+    from octavo import _native
+
+    return _native.available_isas()[-1] if isa == "auto" else isa

@@ -13,7 +13,9 @@ from octavo.errors import ConfigError
 
 WORK, MACHINE = "Work", "Machine"
 LIMIT_SECONDS = 1.0
+READ_SECONDS = 0.05
 MAX_ROWS = 4096
+RATES = ("gb_per_s", "dram_read_gb_per_s")
 
 
 def _rows(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]:
@@ -60,12 +62,13 @@ def bench_kernels(
 ) -> None:
     """Time each op of MODEL on its own: µs, GFLOP/s, GB/s, and the share of what this machine can do.
 
-    Limits are measured first, in the same run. The ops of all layers run with the model's own weights; times are
-    medians per op. "step" is the op's time in all layers together.
+    Limits are measured first; what reading memory gives, again before and after each op, and "of DRAM" is the share of
+    that. The ops of all layers run with the model's own weights; times are medians per op. "step" is the op's time in
+    all layers together.
     """
     from octavo.backends.cpu.backend import check_isa
     from octavo.benchmarks.kernels import figures_of, time_kernels, works
-    from octavo.benchmarks.limits import measure_limits
+    from octavo.benchmarks.limits import measure_limits, memory_reader
     from octavo.models.loading import load_model
     from octavo.progress import StageProgress
     from octavo.system import cpu_info, cpu_model
@@ -85,7 +88,16 @@ def bench_kernels(
         progress("Measuring the machine's limits", 0.0)
         limits = measure_limits(isa, num_threads, LIMIT_SECONDS)
         progress("Measuring the machine's limits", 1.0)
-        timings = time_kernels(loaded, all_work, isa=isa, threads=num_threads, seconds=seconds, progress=progress)
+        reader = memory_reader(isa, num_threads)
+        timings = time_kernels(
+            loaded,
+            all_work,
+            isa=isa,
+            threads=num_threads,
+            seconds=seconds,
+            read_dram=lambda: reader.rate(READ_SECONDS),
+            progress=progress,
+        )
         lines = [figures_of(timing, limits) for timing in timings]
     result = {"model": loaded.name, "cpu": cpu_model(), "threads": num_threads, "limits": limits, "kernels": lines}
     if as_json:
@@ -105,6 +117,7 @@ def _print(result: dict[str, Any], names: list[str]) -> None:
     for name in names:
         lines = [line for line in result["kernels"] if line["work"] == name]
         total = sum(line["step_us"] for line in lines)
+        moved, limit = (sum(line[rate] * line["step_us"] for line in lines) / total for rate in RATES)
         table = [("op", "shape", "weights", "n", "us", "step us", "of step", "GFLOP/s", "GB/s", "of DRAM", "of peak")]
         for line in lines:
             table.append(
@@ -122,4 +135,5 @@ def _print(result: dict[str, Any], names: list[str]) -> None:
                     f"{line['share_of_arithmetic']:.0%} {line['arithmetic']}",
                 )
             )
-        print_rows(table, title=f"{name}: {total / 1e3:,.2f} ms in all ops")
+        title = f"{name}: {total / 1e3:,.2f} ms in all ops, {moved:,.1f} GB/s = {moved / limit:.0%} of DRAM"
+        print_rows(table, title=title)
