@@ -111,6 +111,14 @@ def test_import_octavo_is_light() -> None:
     assert "octavo.llm" not in loaded
 
 
+def test_what_comes_before_the_engine_process_is_light() -> None:
+    """`octavo serve` starts it first and reads the application meanwhile."""
+    loaded = modules_loaded_by("import octavo.cli, octavo.cli.serve, octavo.server.serve")
+    late = {"octavo.server.app", "octavo.server.http_server", "octavo.text.tokenizer", "octavo.cli.bench"}
+    assert not loaded & late
+    assert not {name.partition(".")[0] for name in loaded} & {"numpy", "rich", "uvicorn", "tokenizers", "jinja2"}
+
+
 @pytest.mark.parametrize(
     "statement",
     ["import octavo; octavo.LLM", "import octavo.cli", "import octavo.assemble", "import octavo.models.loading"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class Assembly:
     """
 
     engine: Engine
-    tokenizer: Tokenizer | None
+    make_tokenizer: Callable[[], Tokenizer] | None
     model: LoadedModel
     config: EngineConfig
     backend: Backend
@@ -52,19 +53,34 @@ class Assembly:
     settings: list[Setting] = field(default_factory=list)
     chat_template: str | None = None
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Made when it is first asked for, which takes some tenths of a second. Raises ModelError."""
+        return None if self.make_tokenizer is None else self.make_tokenizer()
+
     def close(self) -> None:
         self.backend.close()
 
 
-def assemble(model: str, options: EngineOptions, *, progress: Progress | None = None) -> Assembly:
-    """From a model name to a running engine. Raises ConfigError and ModelError."""
+def assemble(
+    model: str,
+    options: EngineOptions,
+    *,
+    progress: Progress | None = None,
+    opened: Callable[[LoadedModel], None] = lambda model: None,
+) -> Assembly:
+    """From a model name to a running engine. Raises ConfigError and ModelError.
+
+    `opened` is called once the model's files are read, before the weights are made ready.
+    """
     environment = read_environment()
     chat_template = read_chat_template(options.chat_template)
     loaded = load(model, options, progress=progress)
     resolved = resolve(options, loaded.spec, environment, cpu_info())
-    tokenizer = load_tokenizer(loaded, options)
+    make_tokenizer = tokenizer_maker(loaded, options)
+    opened(loaded)
     backend = create_backend(loaded, options, resolved, progress=progress)
-    return put_together(loaded, tokenizer, backend, options, resolved, memory_info(), chat_template=chat_template)
+    return put_together(loaded, make_tokenizer, backend, options, resolved, memory_info(), chat_template=chat_template)
 
 
 def load(model: str, options: EngineOptions, *, progress: Progress | None = None) -> LoadedModel:
@@ -82,18 +98,24 @@ def load(model: str, options: EngineOptions, *, progress: Progress | None = None
     )
 
 
-def load_tokenizer(model: LoadedModel, options: EngineOptions) -> Tokenizer | None:
-    """The tokenizer of the options, else the model's own; None only for dummy weights that come without one."""
-    from octavo.text.tokenizer import Tokenizer
+def tokenizer_maker(model: LoadedModel, options: EngineOptions) -> Callable[[], Tokenizer] | None:
+    """Makes the tokenizer of the options, else the model's own, on the first call.
 
+    None only for dummy weights that come without one. Raises ConfigError; what is made may raise ModelError.
+    """
     source = model.tokenizer_source
     if options.tokenizer is not None:
         source = _tokenizer_source(options.tokenizer)
     elif options.load_format == "dummy" and isinstance(source, Path) and not (source / "tokenizer.json").is_file():
         return None
-    if isinstance(source, Path):
-        return Tokenizer.from_directory(source)
-    return Tokenizer.from_gguf(source)
+
+    @cache
+    def make() -> Tokenizer:
+        from octavo.text.tokenizer import Tokenizer
+
+        return Tokenizer.from_directory(source) if isinstance(source, Path) else Tokenizer.from_gguf(source)
+
+    return make
 
 
 def _tokenizer_source(value: str) -> Path | dict[str, Any]:
@@ -129,7 +151,7 @@ def create_backend(
 
 def put_together(
     model: LoadedModel,
-    tokenizer: Tokenizer | None,
+    make_tokenizer: Callable[[], Tokenizer] | None,
     backend: Backend,
     options: EngineOptions,
     resolved: Resolved,
@@ -177,9 +199,9 @@ def put_together(
         )
     return Assembly(
         engine=Engine(
-            config, backend, seed=options.seed, grammars=grammar_compiler(tokenizer, capabilities.vocab_size)
+            config, backend, seed=options.seed, grammars=grammar_compiler(make_tokenizer, capabilities.vocab_size)
         ),
-        tokenizer=tokenizer,
+        make_tokenizer=make_tokenizer,
         model=model,
         config=config,
         backend=backend,
@@ -189,13 +211,13 @@ def put_together(
     )
 
 
-def grammar_compiler(tokenizer: Tokenizer | None, vocab_size: int) -> ConstraintCompiler | None:
+def grammar_compiler(make_tokenizer: Callable[[], Tokenizer] | None, vocab_size: int) -> ConstraintCompiler | None:
     """What compiles the forms that requests ask for; None without a tokenizer."""
-    if tokenizer is None:
+    if make_tokenizer is None:
         return None
     from octavo.text.constraints import ConstraintCompiler
 
-    return ConstraintCompiler(tokenizer, vocab_size)
+    return ConstraintCompiler(make_tokenizer, vocab_size)
 
 
 def read_chat_template(value: str | None) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
 Progress = Callable[[str, float], None]
@@ -24,27 +25,35 @@ class StageProgress:
     """A Progress that shows one bar per stage on stderr while it is open; silent where that is no terminal."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bars
-
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self._bars = Bars(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
-        self._bars.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __call__(self, stage: str, fraction: float) -> None:
+        if self._bars is None:
+            self._bars = _start_bars()
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=1.0)
         self._bars.update(self._tasks[stage], completed=fraction)
 
     def close(self) -> None:
         """Takes the bars off the screen; idempotent."""
-        self._bars.stop()
+        if self._bars is not None:
+            self._bars.stop()
+
+
+def _start_bars() -> Bars:
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    bars = Bars(*columns, console=console, disable=not console.is_terminal, transient=True)
+    bars.start()
+    return bars

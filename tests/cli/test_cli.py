@@ -20,8 +20,9 @@ from support.script_backend import HashBackend, ScriptBackend
 
 import octavo.assemble
 from octavo.assemble import read_chat_template
-from octavo.cli import cli, main
+from octavo.cli import main
 from octavo.cli.bench import Workload, measure
+from octavo.cli.serve import serve
 from octavo.errors import ConfigError
 
 COMMANDS = ["serve", "run", "pull", "bench", "doctor"]
@@ -156,7 +157,7 @@ def test_help_groups_flags_and_shows_defaults(octavo_command: Any) -> None:
 
 
 def test_flags_are_those_that_users_know() -> None:
-    flags = {flag for p in cli.commands["serve"].params for flag in (*p.opts, *p.secondary_opts)}
+    flags = {flag for p in serve.params for flag in (*p.opts, *p.secondary_opts)}
     assert flags >= {
         *("--max-model-len", "--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--enable-prefix-caching"),
         *("--no-enable-prefix-caching", "--served-model-name", "--api-key", "--host", "--port", "--seed", "--dtype"),

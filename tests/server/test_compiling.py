@@ -268,7 +268,7 @@ class ListInbox:
 def test_what_is_said_of_samples_meanwhile(tmp_path: Path) -> None:
     """As after a restart: of three requests one is aborted, and of another a sample is over, before they begin."""
     tokenizer = Tokenizer.from_directory(write_tokenizer(tmp_path))
-    compiler = GatedCompiler(ConstraintCompiler(tokenizer, tokenizer.vocab_size))
+    compiler = GatedCompiler(ConstraintCompiler(lambda: tokenizer, tokenizer.vocab_size))
     engine = Engine(
         EngineConfig(max_model_len=64, num_blocks=32), HashBackend(vocab_size=tokenizer.vocab_size), grammars=compiler
     )
@@ -298,7 +298,7 @@ def test_what_is_said_of_samples_meanwhile(tmp_path: Path) -> None:
 
 def test_what_is_left_of_a_submission_waits_for_nothing(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(write_tokenizer(tmp_path))
-    compiler = GatedCompiler(ConstraintCompiler(tokenizer, tokenizer.vocab_size))
+    compiler = GatedCompiler(ConstraintCompiler(lambda: tokenizer, tokenizer.vocab_size))
     engine = Engine(
         EngineConfig(max_model_len=64, num_blocks=32), HashBackend(vocab_size=tokenizer.vocab_size), grammars=compiler
     )

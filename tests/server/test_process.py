@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 from pathlib import Path
@@ -152,11 +153,13 @@ def test_engine_cannot_start(
 
 
 def test_client_alone(directory: Path) -> None:
-    """Progress, the Ready message and a clean end, without HTTP."""
+    """Progress, the messages until it is ready and a clean end, without HTTP."""
     seen: list[tuple[str, float]] = []
     client = SupervisedEngineClient(str(directory), EngineOptions(), assemble="support.scripted_process:assemble")
     try:
-        ready = client.wait_ready(lambda stage, fraction: seen.append((stage, fraction)))
+        opened = client.wait_opened(lambda stage, fraction: seen.append((stage, fraction)))
+        assert pickle.loads(opened.tokenizer_source) == directory
+        ready = client.wait_ready()
         assert seen == [("Loading", 1.0)]
         assert ready.model_name == "fake" and ready.max_model_len == 256
         assert ready.generation_config == {"temperature": 0.5, "top_k": -7}

@@ -225,4 +225,4 @@ def test_many_tools_compile(template: str) -> None:
     assert plan is not None and len(plan.strict) == 128
     rules = answer_grammar(byte_tokenizer(), plan, template, not_at_start="<think>")
     wish = StructuredOutputsParams(grammar="\n".join(["start: answer", *rules]))
-    assert any(ConstraintCompiler(byte_tokenizer(), VOCAB_SIZE).compile(wish).start().mask())
+    assert any(ConstraintCompiler(byte_tokenizer, VOCAB_SIZE).compile(wish).start().mask())

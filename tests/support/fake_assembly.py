@@ -70,7 +70,7 @@ def fake_assembly(
     resolved = resolve(chosen, model.spec, Environment(), CpuInfo(2, 2, None))
     return put_together(
         model,
-        byte_tokenizer() if with_tokenizer else None,
+        byte_tokenizer if with_tokenizer else None,
         backend or HashBackend(vocab_size=VOCAB_SIZE, block_size=chosen.block_size),
         chosen,
         resolved,

@@ -219,7 +219,7 @@ def live_server(
     """Keyword arguments: those of EngineConfig; `settings`: those of ServerSettings."""
     tokenizer = Tokenizer.from_directory(write_tokenizer(directory, chat_template=chat_template, specials=specials))
     model = ScriptedModel(vocab_size=tokenizer.vocab_size)
-    grammars = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
+    grammars = ConstraintCompiler(lambda: tokenizer, tokenizer.vocab_size)
     engine = Engine(
         EngineConfig(**{"max_model_len": 256, "num_blocks": 512, **config}), model, seed=0, grammars=grammars
     )

@@ -42,14 +42,15 @@ class FakeAssembly:
         self.engine.backend.close()
 
 
-def assemble(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+def assemble(model: str, options: EngineOptions, *, progress: Any = None, opened: Any) -> FakeAssembly:
     """`model` is a directory with a tokenizer; every answer is "aaa…", 5 ms per token."""
     if progress is not None:
         progress("Loading", 1.0)
     directory = Path(model)
+    opened(FakeModel(directory))
     backend = ScriptedModel(vocab_size=Tokenizer.from_directory(directory).vocab_size, delay=STEP_SECONDS)
     config = EngineConfig(max_model_len=options.max_model_len or 256, num_blocks=512)
-    grammars = ConstraintCompiler(Tokenizer.from_directory(directory), backend.vocab_size)
+    grammars = ConstraintCompiler(lambda: Tokenizer.from_directory(directory), backend.vocab_size)
     return FakeAssembly(Engine(config, backend, grammars=grammars), FakeModel(directory), config, ["Weights: none"])
 
 
@@ -88,11 +89,12 @@ class DeadlyModel(HashBackend):
         return seen < times
 
 
-def deadly(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+def deadly(model: str, options: EngineOptions, *, progress: Any = None, opened: Any) -> FakeAssembly:
     """Like `assemble`, with DeadlyModel; a file `refuse` in the directory makes loading fail."""
     directory = Path(model)
     if (directory / "refuse").exists():
         raise CorruptFileError("model.gguf: gone")
+    opened(FakeModel(directory))
     backend = DeadlyModel(
         vocab_size=Tokenizer.from_directory(directory).vocab_size, directory=directory, keep_trace=False
     )
@@ -113,41 +115,42 @@ class SlowCompiler(ConstraintCompiler):
         return super().compile(wish)
 
 
-def slow_grammars(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+def slow_grammars(model: str, options: EngineOptions, *, progress: Any = None, opened: Any) -> FakeAssembly:
     """Like `assemble`, with a SlowCompiler."""
-    made = assemble(model, options, progress=progress)
+    made = assemble(model, options, progress=progress, opened=opened)
     compiler = made.engine.grammars = SlowCompiler(
-        Tokenizer.from_directory(Path(model)), made.engine.backend.capabilities.vocab_size
+        lambda: Tokenizer.from_directory(Path(model)), made.engine.backend.capabilities.vocab_size
     )
     compiler.directory = Path(model)
     return made
 
 
-def crowded(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+def crowded(model: str, options: EngineOptions, *, progress: Any = None, opened: Any) -> FakeAssembly:
     """Like `deadly`, but quick, and with so few blocks that sequences are preempted all the time."""
     directory = Path(model)
+    opened(FakeModel(directory))
     backend = DeadlyModel(
         vocab_size=Tokenizer.from_directory(directory).vocab_size, directory=directory, keep_trace=False, delay=0.001
     )
     config = EngineConfig(
         max_model_len=options.max_model_len or 512, num_blocks=96, max_num_seqs=12, max_num_batched_tokens=64
     )
-    grammars = ConstraintCompiler(Tokenizer.from_directory(directory), backend.vocab_size)
+    grammars = ConstraintCompiler(lambda: Tokenizer.from_directory(directory), backend.vocab_size)
     return FakeAssembly(Engine(config, backend, grammars=grammars), FakeModel(directory), config, ["Weights: none"])
 
 
-def talkative(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+def talkative(model: str, options: EngineOptions, *, progress: Any = None, opened: Any) -> FakeAssembly:
     logging.getLogger("octavo").warning("several\nlines")
-    return assemble(model, options, progress=progress)
+    return assemble(model, options, progress=progress, opened=opened)
 
 
-def corrupt(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+def corrupt(model: str, options: EngineOptions, *, progress: Any = None, opened: Any) -> FakeAssembly:
     raise CorruptFileError("model.gguf: tensor blk.0 ends after the file")
 
 
-def broken(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+def broken(model: str, options: EngineOptions, *, progress: Any = None, opened: Any) -> FakeAssembly:
     raise RuntimeError("surprise")
 
 
-def vanish(model: str, options: EngineOptions, *, progress: Any = None) -> FakeAssembly:
+def vanish(model: str, options: EngineOptions, *, progress: Any = None, opened: Any) -> FakeAssembly:
     os._exit(7)

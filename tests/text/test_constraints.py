@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> ConstraintCompiler:
-    return ConstraintCompiler(tokenizer, tokenizer.vocab_size + 45)  # logits beyond the vocabulary
+    return ConstraintCompiler(lambda: tokenizer, tokenizer.vocab_size + 45)  # logits beyond the vocabulary
 
 
 def wish(kind: str, value: Any, **more: Any) -> StructuredOutputsParams:
@@ -41,7 +41,7 @@ def allowed(mask: bytes) -> set[int]:
 def says(compiler: ConstraintCompiler, wanted: StructuredOutputsParams, text: str | bytes) -> str:
     """How far a text of single bytes gets: "no", "open", "may end" or "complete"."""
     constraint = compiler.compile(wanted).start()
-    eos = min(compiler._tokenizer.eos_token_ids)
+    eos = min(compiler._make_tokenizer().eos_token_ids)
     complete = False
     for byte in text.encode() if isinstance(text, str) else text:
         if complete or byte not in allowed(constraint.mask()):
@@ -54,7 +54,7 @@ def says(compiler: ConstraintCompiler, wanted: StructuredOutputsParams, text: st
 
 def sample(compiler: ConstraintCompiler, wanted: StructuredOutputsParams, seed: int, limit: int = 3000) -> str:
     """A random walk through the masks, ended as soon as it may end after some tokens; the text."""
-    tokenizer, rng = compiler._tokenizer, random.Random(seed)
+    tokenizer, rng = compiler._make_tokenizer(), random.Random(seed)
     constraint = compiler.compile(wanted).start()
     ids: list[int] = []
     while len(ids) < limit:
@@ -334,7 +334,7 @@ def test_own_vocabulary(tmp_path: Path) -> None:
     """Without end-of-text token a complete text still ends, and the mask has the model's width."""
     directory = write_tokenizer(tmp_path, eos=None)
     tokenizer = Tokenizer.from_directory(directory)
-    compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
+    compiler = ConstraintCompiler(lambda: tokenizer, tokenizer.vocab_size)
     constraint = compiler.compile(wish("choice", ["ab", "abc"])).start()
     assert len(constraint.mask()) == -(-tokenizer.vocab_size // 32) * 4
     assert not constraint.accept(ord("a")) and not constraint.accept(ord("b")) and constraint.accept(ord("c"))

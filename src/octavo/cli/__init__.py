@@ -6,34 +6,40 @@ import difflib
 import logging
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import click
 
 from octavo import __version__
-from octavo.cli.bench import bench
-from octavo.cli.doctor import doctor
-from octavo.cli.pull import pull
-from octavo.cli.run import run
-from octavo.cli.serve import serve
 from octavo.errors import OctavoError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPT = 130
 
 
+# In the order of a user's first day. Each has a module of its own, which is read when the command is wanted.
+COMMANDS = ("serve", "run", "pull", "bench", "doctor")
+
+
 class _Group(click.Group):
-    """Lists commands in the order of a user's first day and suggests the nearest name for a wrong one."""
+    """Loads commands on demand and suggests the nearest name for a wrong one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"octavo.cli.{cmd_name}"), cmd_name)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in self.commands and not name.startswith("-"):
-            near = difflib.get_close_matches(name, self.commands, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(self.commands)}."
+        if name not in COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(COMMANDS)}."
             raise click.UsageError(f"No such command {name[:40]!r}.{hint}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -58,10 +64,6 @@ def cli(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-for command in (serve, run, pull, bench, doctor):
-    cli.add_command(command)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +22,8 @@ from octavo import logs
 from octavo.errors import EngineError, OctavoError
 from octavo.server.heart import Heart
 from octavo.server.loop import EngineLoop
-from octavo.server.wire import Command, Failed, Message, Progress, Ready, to_wire
+from octavo.server.process import LAUNCH
+from octavo.server.wire import Command, Failed, Message, Opened, Progress, Ready, to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +79,24 @@ def main(directory: str, lifeline: socket.socket, heart: Heart, log_format: str)
         failed = failed or isinstance(message, Failed)
         events.send(encode(message))
 
-    assembly = _assemble(commands.recv(), emit)
+    assembly = _assemble((Path(directory) / LAUNCH).read_bytes(), emit)
     if assembly is not None:
-        if assembly.engine.grammars is not None:
-            assembly.engine.grammars.prepare()  # 0.15 s now rather than in the midst of answers
+        _prepare_grammars(assembly.engine.grammars)
         EngineLoop(assembly.engine, _ZmqInbox(commands), emit, heart).run()
         assembly.close()
     context.destroy(linger=1000)
     return 1 if failed else 0
+
+
+def _prepare_grammars(grammars: Any) -> None:
+    """Some tenths of a second now rather than when the first grammar comes, and beside the loop."""
+
+    def prepare() -> None:
+        with contextlib.suppress(OctavoError):  # of the tokenizer: the front end, which has the same, says so
+            grammars.prepare()
+
+    if grammars is not None:
+        threading.Thread(target=prepare, name="octavo-prepare", daemon=True).start()
 
 
 def _connect(context: zmq.Context[Any], kind: int, directory: str, name: str) -> zmq.Socket[bytes]:
@@ -110,10 +122,14 @@ def _assemble(launch: bytes, emit: Callable[[Message], None]) -> Any:
             shown[stage] = percent
             emit(Progress(stage, fraction))
 
+    def opened(model: Any) -> None:
+        emit(Opened(pickle.dumps(model.tokenizer_source)))
+
     try:
         assemble, model, options = pickle.loads(launch)
         module, _, function = assemble.partition(":")
-        assembly = getattr(importlib.import_module(module), function)(model, options, progress=progress)
+        build = getattr(importlib.import_module(module), function)
+        assembly = build(model, options, progress=progress, opened=opened)
         emit(_ready(assembly))
     except OctavoError as e:
         emit(Failed(to_wire(e)))
@@ -136,7 +152,6 @@ def _ready(assembly: Any) -> Ready:
         vocab_size=assembly.engine.backend.capabilities.vocab_size,
         report=list(assembly.report),
         generation_config={k: v for k, v in model.generation_config.items() if isinstance(v, int | float | bool)},
-        tokenizer_source=pickle.dumps(model.tokenizer_source),
         chat_template=assembly.chat_template,
     )
 

@@ -11,21 +11,25 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
 
 from octavo.errors import ConfigError, EngineError
 from octavo.server.heart import Heart
-from octavo.server.wire import Command, Failed, Message, Progress, Ready, Shutdown, from_wire
+from octavo.server.wire import Command, Failed, Message, Opened, Progress, Ready, Shutdown, from_wire
 
 DEFAULT_ASSEMBLE = "octavo.assemble:assemble"
 
+LAUNCH = "launch"  # the file beside the sockets that says what to run: pickle of (assemble, model, options)
 MAX_IPC_PATH = 80  # a Unix socket path holds about 100 bytes
 
 StageProgress = Callable[[str, float], None]
+_Loading = TypeVar("_Loading", Opened, Ready)
 
 
 class EngineProcess:
@@ -43,9 +47,12 @@ class EngineProcess:
         self._commands = self._bind(zmq.PUSH, "commands")
         self._events = self._bind(zmq.PULL, "events")
         self._reader: threading.Thread | None = None
+        self._unread: deque[Message] = deque()  # while the model loads
         self._closing = False
         self._killing = threading.Lock()
         self.heart = Heart()
+        # Not by a message: that would wait here until the process has begun to listen.
+        (Path(self._directory) / LAUNCH).write_bytes(pickle.dumps((assemble, model, options)))
         self._lifeline, theirs = socket.socketpair()
         descriptors = (theirs.fileno(), self.heart.descriptor)
         with theirs:
@@ -58,7 +65,6 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
-        self._commands.send(pickle.dumps((assemble, model, options)))
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         """Queues without a limit of their own: what may be in flight is bounded by admission."""
@@ -72,19 +78,29 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def wait_opened(self, progress: StageProgress | None = None) -> Opened:
+        """Blocks until the model's files are read. Raises as wait_ready() does."""
+        return self._wait_for(Opened, progress)
+
     def wait_ready(self, progress: StageProgress | None = None) -> Ready:
         """Blocks until the model is loaded. Raises what went wrong: ConfigError, ModelError, EngineError."""
+        ready = self._wait_for(Ready, progress)
+        # Both sides are connected; the names are needed no more.
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return ready
+
+    def _wait_for(self, kind: type[_Loading], progress: StageProgress | None) -> _Loading:
         try:
             while True:
-                for message in self._receive():
-                    if isinstance(message, Ready):
-                        # Both sides are connected; the names are needed no more.
-                        shutil.rmtree(self._directory, ignore_errors=True)
+                while self._unread:
+                    message = self._unread.popleft()
+                    if isinstance(message, kind):
                         return message
                     if isinstance(message, Progress) and progress is not None:
                         progress(message.stage, message.fraction)
                     elif isinstance(message, Failed):
                         raise from_wire(message.error)
+                self._unread.extend(self._receive())
         except BaseException:
             self.kill()
             raise

@@ -10,16 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineOptions, read_environment
 from octavo.errors import ConfigError, RequestError, UnsupportedError
 from octavo.interrupt import Interrupt, catch_interrupt
 from octavo.request import SamplingParams
-from octavo.server.app import ServerSettings, create_app
-from octavo.server.http_server import OctavoServer
 from octavo.server.keys import load_keys
 from octavo.server.ledger import Ledger
 from octavo.server.listen import VANISHED_AFTER, bind_socket, check_certificate, check_origins
@@ -29,8 +28,11 @@ from octavo.server.schema import PRESET_FIELDS
 from octavo.server.supervisor import SupervisedEngineClient, SupervisorOptions
 from octavo.server.tenants import DEFAULT_STATE_DIR, load_secret
 from octavo.server.tracing import Tracer
-from octavo.server.wire import Ready
-from octavo.text.tokenizer import Tokenizer
+from octavo.server.wire import Opened, Ready
+
+if TYPE_CHECKING:
+    from octavo.server.app import ServerSettings
+    from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +93,16 @@ def run_server(
     serve: ServeOptions,
     on_ready: Callable[[ReadyInfo], None] = lambda info: None,
     progress: StageProgress | None = None,
+    begun: float | None = None,
 ) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code 0.
 
+    `begun` is when the time until ready starts to count, on time.monotonic(); now, if it is not given.
     Prints nothing. Raises ConfigError (bad port, bad option), ModelError, and EngineError if the engine
     could not start or died more often than `serve.supervision` allows. Whatever happens, no process stays
     behind and the port is free.
     """
-    begun = time.monotonic()
+    begun = time.monotonic() if begun is None else begun
     check_origins(serve.cors_origins)
     check_certificate(serve.ssl_certfile, serve.ssl_keyfile)
     vanished_after = max(VANISHED_AFTER, serve.write_timeout)  # a slow reader has all its write timeout
@@ -115,6 +119,10 @@ def run_server(
         if accounts is not None and serve.isolate_tenants:
             salt_secret = load_secret(serve.state_dir or read_environment().state or DEFAULT_STATE_DIR)
         client, ready, tokenizer = _start_engine(stack, model, engine, serve, progress)
+
+        from octavo.server.app import create_app
+        from octavo.server.http_server import OctavoServer
+
         settings = _settings(model, serve, ready, accounts, salt_secret, tracer)
         if tracer is not None:
             tracer.model_name = settings.model_name
@@ -154,8 +162,12 @@ def _start_engine(
             model, engine, assemble=serve.assemble, supervision=serve.supervision, log_format=serve.log_format
         )
         stack.callback(client.kill)
-        ready = client.wait_ready(progress)
-        return client, ready, _tokenizer(ready, engine)
+        # Half a second of imports, on another core while the engine process loads the model.
+        for module in ("octavo.server.app", "octavo.server.http_server", "octavo.assemble", "octavo.text.tokenizer"):
+            import_module(module)
+        # Nor need the weights be ready for the tokenizer.
+        tokenizer = _tokenizer(client.wait_opened(progress), engine)
+        return client, client.wait_ready(progress), tokenizer
 
 
 def _settings(
@@ -166,6 +178,8 @@ def _settings(
     salt_secret: bytes | None,
     tracer: Tracer | None,
 ) -> ServerSettings:
+    from octavo.server.app import ServerSettings
+
     return ServerSettings(
         model_name=serve.served_model_name or default_model_name(model, ready.model_name),
         model_root=model,
@@ -236,18 +250,18 @@ def sampling_presets(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return presets
 
 
-def _tokenizer(ready: Ready, options: EngineOptions) -> Tokenizer:
-    from octavo.assemble import load_tokenizer
+def _tokenizer(opened: Opened, options: EngineOptions) -> Tokenizer:
+    from octavo.assemble import tokenizer_maker
 
     @dataclass
     class Source:
         tokenizer_source: Any
 
-    source: Any = Source(pickle.loads(ready.tokenizer_source))
-    tokenizer = load_tokenizer(source, options)
-    if tokenizer is None:
+    source: Any = Source(pickle.loads(opened.tokenizer_source))
+    make = tokenizer_maker(source, options)
+    if make is None:
         raise UnsupportedError("the model comes without a tokenizer; give one with --tokenizer")
-    return tokenizer
+    return make()
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ class ServerState:
         if self.accounts is None and (ring := load_keys(settings.api_key, None)) is not None:
             self.accounts = Accounts(ring, Ledger(None))
         # To refuse what cannot be compiled before the engine, which has its own, sees it.
-        self.grammars = ConstraintCompiler(tokenizer, settings.vocab_size)
+        self.grammars = ConstraintCompiler(lambda: tokenizer, settings.vocab_size)
         aliases = ALIASES[settings.metrics_alias] if settings.metrics_alias else None
         self.metrics = ServerMetrics(settings.model_name, accounts=self.accounts, aliases=aliases)
         self.book = RequestBook(client)

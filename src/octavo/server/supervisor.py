@@ -35,6 +35,7 @@ from octavo.server.wire import (
     GetCache,
     GetStats,
     Message,
+    Opened,
     Ready,
     Refused,
     Submit,
@@ -103,6 +104,10 @@ class SupervisedEngineClient(BaseEngineClient):
 
     def _new_process(self) -> EngineProcess:
         return EngineProcess(self._model, self._options, assemble=self._assemble, log_format=self._log_format)
+
+    def wait_opened(self, progress: StageProgress | None = None) -> Opened:
+        """Blocks until the model's files are read. Raises as wait_ready() does."""
+        return self._process.wait_opened(progress)
 
     def wait_ready(self, progress: StageProgress | None = None) -> Ready:
         """Blocks until the model is loaded. Raises what went wrong: ConfigError, ModelError, EngineError."""

@@ -148,8 +148,14 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     fraction: float
 
 
+class Opened(msgspec.Struct, tag="opened", frozen=True):
+    """The model's files are read; its weights are next. `tokenizer_source` is a pickle: a Path, or GGUF metadata."""
+
+    tokenizer_source: bytes
+
+
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The model is loaded. `tokenizer_source` is a pickle: a Path, or the metadata of a GGUF file."""
+    """The model is loaded."""
 
     model_name: str
     max_model_len: int
@@ -157,7 +163,6 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     vocab_size: int
     report: list[str]
     generation_config: dict[str, Any]
-    tokenizer_source: bytes
     chat_template: str | None = None
 
 
@@ -209,4 +214,4 @@ class Explained(msgspec.Struct, tag="explained", frozen=True):
     stories: list[dict[str, Any] | None]
 
 
-Message = Progress | Ready | Failed | Admitted | Deferred | Refused | Events | Stats | Explained | Told
+Message = Progress | Opened | Ready | Failed | Admitted | Deferred | Refused | Events | Stats | Explained | Told

@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from octavo.constraint import MAX_GRAMMAR_LENGTH, StructuredOutputsParams
@@ -73,14 +74,14 @@ class CompiledGrammar:
 class ConstraintCompiler:
     """Implements octavo.constraint.GrammarCompiler for one vocabulary; keeps the grammars used last.
 
-    Safe to use from several threads. The first use takes about 0.15 s (the trie of the vocabulary),
-    unless `prepare` was called. Compiling takes about a millisecond; what would take more than some
-    100 ms is refused by limits on size, nesting and the compiler's own work.
+    Safe to use from several threads. The first use takes some tenths of a second (the tokenizer, if it is not made yet,
+    and the trie of its vocabulary), unless `prepare` was called. Compiling takes about a millisecond; what would take
+    more than some 100 ms is refused by limits on size, nesting and the compiler's own work.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, make_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
         """`vocab_size` is that of the model's logits; beyond the tokenizer's, no token is ever allowed."""
-        self._tokenizer = tokenizer
+        self._make_tokenizer = make_tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._trie: LLTokenizer | None = None
@@ -89,7 +90,7 @@ class ConstraintCompiler:
     def prepare(self) -> LLTokenizer:
         with self._lock:
             if self._trie is None:
-                self._trie = _trie_of(self._tokenizer, self._vocab_size)
+                self._trie = _trie_of(self._make_tokenizer(), self._vocab_size)
             return self._trie
 
     def find(self, wish: StructuredOutputsParams) -> CompiledGrammar | None:
