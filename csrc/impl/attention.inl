@@ -112,7 +112,8 @@ void store_kv_as<Int8Cache>(const float* k, const float* v, int head_dim, uint8_
 
 // Blocks lie anywhere, so the hardware cannot foresee the next piece. While a decode step, which waits for memory,
 // loads one piece, it asks for the same place of the next (kPrefetch), into the second cache, whose queue of misses is
-// longer than that of the first.
+// longer than that of the first. (always_inline: GCC 12 takes a function that only prefetches for one without effect,
+// and may drop calls of it.)
 template <bool kPrefetch>
 __attribute__((always_inline)) static inline void ask_for(const uint8_t* place) {
   if constexpr (kPrefetch) _mm_prefetch((const char*)place, _MM_HINT_T1);

@@ -18,6 +18,7 @@ from support.live_server import LiveServer, live_server
 
 from octavo.events import OutputEvent
 from octavo.server.client import MAX_PENDING, RequestHandle
+from octavo.server.listen import bind_socket
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"max_tokens": 200, "ignore_eos": True}
@@ -78,6 +79,13 @@ def test_vanishing(tmp_path: Path, stream: bool) -> None:
             assert live.engine.stats().num_steps - begun < 150
         live.model.delay = 0.0
         live.check_idle_and_live()
+
+
+@pytest.mark.parametrize("seconds", [0.1, 60.0, 86400.0])
+def test_patience_with_vanished_peers_can_be_any(seconds: float) -> None:
+    """What --write-timeout takes, the system takes."""
+    with bind_socket("127.0.0.1", 0, seconds) as listening:
+        assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
 def test_fifty_leave_at_once(live: LiveServer) -> None:

@@ -96,7 +96,7 @@ def _prepare_grammars(grammars: Any) -> None:
             grammars.prepare()
 
     if grammars is not None:
-        threading.Thread(target=prepare, name="octavo-prepare", daemon=True).start()
+        threading.Thread(target=prepare, name="octavo-prepare").start()  # no daemon: at the end it is waited for
 
 
 def _connect(context: zmq.Context[Any], kind: int, directory: str, name: str) -> zmq.Socket[bytes]:

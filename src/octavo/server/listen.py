@@ -11,6 +11,7 @@ from octavo.errors import ConfigError
 from octavo.units import shorten
 
 VANISHED_AFTER = 60.0
+MAX_KEEPIDLE = 32767  # seconds; Linux refuses more
 
 
 def check_origins(origins: Sequence[str]) -> None:
@@ -63,7 +64,7 @@ def bind_socket(host: str, port: int, vanished_after: float = VANISHED_AFTER) ->
 def _notice_vanished_peers(listening: socket.socket, seconds: float) -> None:
     """Connections inherit it. By itself Linux would repeat data for a quarter of an hour, and probe after two hours."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    whole = max(1, int(seconds))
+    whole = min(max(1, int(seconds)), MAX_KEEPIDLE)
     for name, value in (
         ("TCP_USER_TIMEOUT", int(seconds * 1000)),  # for data under way, a closed window included
         ("TCP_KEEPIDLE", whole),  # where none is: probes

@@ -83,12 +83,13 @@ class ConstraintCompiler:
         """`vocab_size` is that of the model's logits; beyond the tokenizer's, no token is ever allowed."""
         self._make_tokenizer = make_tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the cache, in which others look things up while the trie is made
+        self._making = threading.Lock()
         self._trie: LLTokenizer | None = None
         self._cache: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
 
     def prepare(self) -> LLTokenizer:
-        with self._lock:
+        with self._making:
             if self._trie is None:
                 self._trie = _trie_of(self._make_tokenizer(), self._vocab_size)
             return self._trie
