@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.config import (
     EngineConfig,
@@ -25,6 +24,7 @@ from octavo.errors import ConfigError
 from octavo.kv.sizing import format_bytes, startup_lines
 from octavo.progress import Progress, by_fraction
 from octavo.system import MemoryInfo, cpu_info, memory_info
+from octavo.text.maker import tokenizer_maker
 from octavo.units import shorten
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def assemble(
     chat_template = read_chat_template(options.chat_template)
     loaded = load(model, options, progress=progress)
     resolved = resolve(options, loaded.spec, environment, cpu_info())
-    make_tokenizer = tokenizer_maker(loaded, options)
+    make_tokenizer = tokenizer_maker(loaded.tokenizer_source, options)
     opened(loaded)
     backend = create_backend(loaded, options, resolved, progress=progress)
     return put_together(loaded, make_tokenizer, backend, options, resolved, memory_info(), chat_template=chat_template)
@@ -96,37 +96,6 @@ def load(model: str, options: EngineOptions, *, progress: Progress | None = None
         dummy_format=dummy_weight_format(options),
         progress=by_fraction(progress),
     )
-
-
-def tokenizer_maker(model: LoadedModel, options: EngineOptions) -> Callable[[], Tokenizer] | None:
-    """Makes the tokenizer of the options, else the model's own, on the first call.
-
-    None only for dummy weights that come without one. Raises ConfigError; what is made may raise ModelError.
-    """
-    source = model.tokenizer_source
-    if options.tokenizer is not None:
-        source = _tokenizer_source(options.tokenizer)
-    elif options.load_format == "dummy" and isinstance(source, Path) and not (source / "tokenizer.json").is_file():
-        return None
-
-    @cache
-    def make() -> Tokenizer:
-        from octavo.text.tokenizer import Tokenizer
-
-        return Tokenizer.from_directory(source) if isinstance(source, Path) else Tokenizer.from_gguf(source)
-
-    return make
-
-
-def _tokenizer_source(value: str) -> Path | dict[str, Any]:
-    path = Path(value).expanduser()
-    if path.is_dir():
-        return path
-    if path.suffix.lower() == ".gguf" and path.is_file():
-        from octavo.weights.gguf import read_gguf
-
-        return read_gguf(path).metadata
-    raise ConfigError(f"tokenizer: {shorten(value, 200)} is neither a directory nor a .gguf file")
 
 
 def create_backend(

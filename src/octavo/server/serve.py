@@ -29,6 +29,7 @@ from octavo.server.supervisor import SupervisedEngineClient, SupervisorOptions
 from octavo.server.tenants import DEFAULT_STATE_DIR, load_secret
 from octavo.server.tracing import Tracer
 from octavo.server.wire import Opened, Ready
+from octavo.text.maker import tokenizer_maker
 
 if TYPE_CHECKING:
     from octavo.server.app import ServerSettings
@@ -163,7 +164,7 @@ def _start_engine(
         )
         stack.callback(client.kill)
         # Half a second of imports, on another core while the engine process loads the model.
-        for module in ("octavo.server.app", "octavo.server.http_server", "octavo.assemble", "octavo.text.tokenizer"):
+        for module in ("octavo.server.app", "octavo.server.http_server", "octavo.text.tokenizer"):
             import_module(module)
         # Nor need the weights be ready for the tokenizer.
         tokenizer = _tokenizer(client.wait_opened(progress), engine)
@@ -251,14 +252,7 @@ def sampling_presets(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(opened: Opened, options: EngineOptions) -> Tokenizer:
-    from octavo.assemble import tokenizer_maker
-
-    @dataclass
-    class Source:
-        tokenizer_source: Any
-
-    source: Any = Source(pickle.loads(opened.tokenizer_source))
-    make = tokenizer_maker(source, options)
+    make = tokenizer_maker(pickle.loads(opened.tokenizer_source), options)
     if make is None:
         raise UnsupportedError("the model comes without a tokenizer; give one with --tokenizer")
     return make()
