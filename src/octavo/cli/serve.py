@@ -207,7 +207,9 @@ def _announce(info: ReadyInfo) -> None:
     for line in info.report:
         click.echo(line)
     host = info.host if info.host not in ("0.0.0.0", "::") else "127.0.0.1"
-    question = '[{"role":"user","content":"What is the capital of France?"}]'
+    # "What is the capital of France?" hangs on 0.1 nats between two first words of the default model: 8-bit products
+    # have it answered in French, and without an end. This one is won by 0.6.
+    question = '[{"role":"user","content":"Tell me the capital of France."}]'
     body = f'{{"model":"{info.model_name}","temperature":0,"messages":{question}}}'
     click.echo(
         f"Ready in {info.seconds:.1f} s. Try: curl http://{host}:{info.port}/v1/chat/completions "
