@@ -89,28 +89,14 @@ __attribute__((target("avx512f"))) uint64_t sum_avx512(const uint64_t* p, size_t
   return sum_scalar(out, 8);
 }
 
-// Reads `bytes_each` per thread, in pieces so that a part ends in time.
-double read_rate(uint64_t (*sum)(const uint64_t*, size_t), int num_threads, double seconds, size_t bytes_each) {
-  const size_t piece = std::min(bytes_each, kPieceBytes), pieces = bytes_each / piece;
-  std::vector<std::unique_ptr<uint64_t[]>> buffers(num_threads);
-  std::vector<size_t> at(num_threads, 0);
-  std::vector<uint64_t> sinks(num_threads, 0);
-  return best_rate(num_threads, seconds, [&](int thread) {
-    auto& buffer = buffers[thread];
-    if (!buffer) {
-      buffer.reset(new uint64_t[piece * pieces / 8]);
-      memset(buffer.get(), 1, piece * pieces);
-    }
-    const size_t i = at[thread];
-    at[thread] = (i + 1) % pieces;
-    sinks[thread] += sum(buffer.get() + i * (piece / 8), piece / 8);
-    asm volatile("" : : "g"(&sinks[thread]) : "memory");
-    return (double)piece;
-  });
-}
-
 uint64_t (*sum_of(const std::string& isa))(const uint64_t*, size_t) {
   return isa == "amx" || isa.starts_with("avx512") ? sum_avx512 : isa == "avx2" ? sum_avx2 : sum_scalar;
+}
+
+std::vector<ReadBuffer> read_buffers(const std::string& isa, int num_threads, size_t bytes_each) {
+  std::vector<ReadBuffer> buffers;
+  for (int t = 0; t < num_threads; ++t) buffers.emplace_back(isa, bytes_each);
+  return buffers;
 }
 
 // ------------------------------------------------------------------ arithmetic
@@ -234,9 +220,12 @@ std::vector<std::pair<std::string, double>> measure_limits(const std::string& is
     limits.emplace_back(name, best_rate(num_threads, seconds, work));
   };
   const bool amx = isa == "amx", bf16 = amx || isa.ends_with("_bf16"), avx512 = amx || isa.starts_with("avx512");
-  auto* const sum = sum_of(isa);
-  limits.emplace_back("dram_read", read_rate(sum, num_threads, seconds, dram_bytes / num_threads));
-  limits.emplace_back("cache_read", read_rate(sum, num_threads, seconds, kCacheBytes));
+  const auto measure_reading = [&](const char* name, size_t bytes_each) {
+    std::vector<ReadBuffer> buffers = read_buffers(isa, num_threads, bytes_each);
+    limits.emplace_back(name, best_rate(num_threads, seconds, [&](int thread) { return buffers[thread].read(); }));
+  };
+  measure_reading("dram_read", dram_bytes / num_threads);
+  measure_reading("cache_read", kCacheBytes);
   measure("fma_f32", avx512 ? fma_avx512 : isa == "avx2" ? fma_avx2 : fma_scalar);
   if (bf16) measure("dot_bf16", dot_bf16);
   if (avx512 && __builtin_cpu_supports("avx512vnni")) measure("dot_int8", dot_int8);
@@ -246,36 +235,38 @@ std::vector<std::pair<std::string, double>> measure_limits(const std::string& is
   return limits;
 }
 
-MemoryReader::MemoryReader(const std::string& isa, int num_threads, size_t bytes)
-    : sum_(sum_of(isa)), pieces_(bytes / (size_t)num_threads / kPieceBytes), at_((size_t)num_threads, 0) {
-  for (int t = 0; t < num_threads; ++t) {
-    buffers_.emplace_back(new uint64_t[pieces_ * kPieceBytes / 8]);
-    memset(buffers_.back().get(), 1, pieces_ * kPieceBytes);
+ReadBuffer::ReadBuffer(const std::string& isa, size_t bytes) : sum_(sum_of(isa)), pieces_(bytes / kPieceBytes) {}
+
+double ReadBuffer::read() {
+  if (!memory_) {
+    memory_.reset(new uint64_t[pieces_ * kPieceBytes / 8]);
+    memset(memory_.get(), 1, pieces_ * kPieceBytes);
   }
+  sink_ += sum_(memory_.get() + at_ * (kPieceBytes / 8), kPieceBytes / 8);
+  asm volatile("" : : "g"(&sink_) : "memory");  // else nothing would need to be read
+  at_ = (at_ + 1) % pieces_;
+  return (double)kPieceBytes;
 }
+
+MemoryReader::MemoryReader(const std::string& isa, int num_threads, size_t bytes)
+    : buffers_(read_buffers(isa, num_threads, bytes / (size_t)num_threads)) {}
 
 double MemoryReader::rate(double seconds) {
   std::atomic<double> total{0.0};
-  std::atomic<uint64_t> sink{0};
   const auto run = [&](size_t thread) {
-    size_t& at = at_[thread];
-    uint64_t sum = 0;
     double done = 0.0, elapsed = 0.0;
+    buffers_[thread].read();  // the first time fills it
     const auto start = Clock::now();
     do {
-      sum += sum_(buffers_[thread].get() + at * (kPieceBytes / 8), kPieceBytes / 8);
-      at = (at + 1) % pieces_;
-      done += (double)kPieceBytes;
+      done += buffers_[thread].read();
       elapsed = seconds_since(start);
     } while (elapsed < seconds);
     total.fetch_add(done / elapsed);
-    sink.fetch_add(sum);
   };
   std::vector<std::thread> threads;
-  for (size_t t = 1; t < at_.size(); ++t) threads.emplace_back(run, t);
+  for (size_t t = 1; t < buffers_.size(); ++t) threads.emplace_back(run, t);
   run(0);
   for (std::thread& t : threads) t.join();
-  sink_ += sink.load();  // else nothing would need to be read
   return total.load();
 }
 

@@ -18,23 +18,33 @@ namespace octavo {
 std::vector<std::pair<std::string, double>> measure_limits(const std::string& isa, int num_threads, double seconds,
                                                            size_t dram_bytes);
 
-// Reads its own memory, to see what this machine gives at a certain moment: where there are neighbours, a limit that
+// Memory that one thread reads over and over, piece by piece. That thread fills it at its first read, so that it lies
+// near.
+class ReadBuffer {
+ public:
+  ReadBuffer(const std::string& isa, size_t bytes);  // at least 4 MiB
+  // Reads the next piece; returns its bytes.
+  double read();
+
+ private:
+  uint64_t (*sum_)(const uint64_t*, size_t);
+  size_t pieces_, at_ = 0;
+  std::unique_ptr<uint64_t[]> memory_;
+  uint64_t sink_ = 0;
+};
+
+// Reads memory of its own, to see what this machine gives at a certain moment: where there are neighbours, a limit that
 // was measured minutes ago says little.
 class MemoryReader {
  public:
-  // `bytes` in all, at least 4 MiB a thread; filled at once.
+  // `bytes` in all, at least 4 MiB a thread.
   MemoryReader(const std::string& isa, int num_threads, size_t bytes);
   MemoryReader(const MemoryReader&) = delete;
   // Bytes per second of all threads together, over about `seconds`.
   double rate(double seconds);
 
  private:
-  using Sum = uint64_t (*)(const uint64_t*, size_t);
-  Sum sum_;
-  size_t pieces_;                                     // of a thread's buffer
-  std::vector<std::unique_ptr<uint64_t[]>> buffers_;  // one a thread
-  std::vector<size_t> at_;                            // the piece that a thread reads next
-  uint64_t sink_ = 0;
+  std::vector<ReadBuffer> buffers_;  // one a thread
 };
 
 }  // namespace octavo
