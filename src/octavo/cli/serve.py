@@ -12,6 +12,7 @@ import click
 
 from octavo import logs
 from octavo.cli.options import DEFAULT_MODEL, GroupedCommand, engine_options, option, take_engine_options
+from octavo.collector import pause_collector, resume_collector
 from octavo.config import read_environment
 from octavo.units import parse_bytes
 
@@ -158,6 +159,7 @@ def serve(model: str, **values: Any) -> int:
       octavo serve                                   the default model, smollm2-135m
       octavo serve ./model.gguf --max-model-len 4096 --kv-cache-memory 2GiB
     """
+    pause_collector()
     options = take_engine_options(values)
     logs.use(values["log_format"], "server")
     if values.pop("log_requests"):
@@ -181,6 +183,7 @@ def serve(model: str, **values: Any) -> int:
         def show_ready(info: ReadyInfo) -> None:
             progress.close()
             _announce(info)
+            resume_collector()
 
         serve_options = ServeOptions(**values)
         return run_server(

@@ -107,6 +107,6 @@ class EmbeddingsRenderer(OpenAiErrors):
             )
         values = vector(embedding, normalize=body.normalize is not False)
         if body.encoding_format == "base64":
-            return base64.b64encode(values.astype("<f4").tobytes()).decode()
+            return base64.b64encode(values.tobytes()).decode()
         numbers: list[float] = values.tolist()
         return numbers
