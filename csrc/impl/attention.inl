@@ -164,15 +164,19 @@ static inline void add_values(const uint8_t* const* values, const uint8_t* const
       const V16 before = V16::load(out + (size_t)r * padded + column + c * 16);
       acc[r][c] = Cache::as_loaded(before * V16::set1(alpha[r]));
     }
-  for (int t = 0; t < num_tokens; ++t) {
-    const size_t at = ((size_t)(t % 16) * padded + column) * sizeof(T);
-    const T* const value = (const T*)(values[t / 16] + at);
+  const size_t step = (size_t)padded * sizeof(T), offset = (size_t)column * sizeof(T);
+  for (int first = 0; first < num_tokens; first += kBlockTokens) {
+    const uint8_t *value = values[first / kBlockTokens] + offset, *ahead = next[first / kBlockTokens] + offset;
+    const float* weight = weights + first;
+    const float* const end = weight + (num_tokens - first < kBlockTokens ? num_tokens - first : kBlockTokens);
+    for (; weight < end; ++weight, value += step, ahead += step) {
 #pragma GCC unroll 4
-    for (int c = 0; c < kChunks; ++c) {
-      ask_for<kPrefetch>(next[t / 16] + at + c * 16 * sizeof(T));
-      const V16 v = Cache::load(value + c * 16);
+      for (int c = 0; c < kChunks; ++c) {
+        if (c * 16 * sizeof(T) % 64 == 0) ask_for<kPrefetch>(ahead + c * 16 * sizeof(T));
+        const V16 v = Cache::load((const T*)value + c * 16);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) acc[r][c] = fma(V16::set1(weights[(size_t)r * kPieceTokens + t]), v, acc[r][c]);
+        for (int r = 0; r < kRows; ++r) acc[r][c] = fma(V16::set1(weight[(size_t)r * kPieceTokens]), v, acc[r][c]);
+      }
     }
   }
   for (int r = 0; r < kRows; ++r)
