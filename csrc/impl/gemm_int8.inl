@@ -164,7 +164,7 @@ class RowPreparation {
     measure(mean, high);
     const bool finite = mean == mean && high < HUGE_VALF;
     if (!finite) {  // nothing but such a value: no product with it is a number
-      for (int g = 0; g < quants_; ++g) out_[g].step = 0.0f;
+      for (int g = 0; g < quants_; g += 8) _mm256_storeu_ps(largest_at(g), _mm256_setzero_ps());
       k_ = 0;
       mean = high = 0.0f;
     }
@@ -172,7 +172,13 @@ class RowPreparation {
     limit_ = high < kSquarable ? high : kLargeValue * mean;
     base_ = std::max((step_of(std::min(limit_, high)) & kExponent) - (kMostShift << 23), 1 << 23);
     rest_.num_large = 0;
-    for (int g = 0; g < quants_; g += 8) prepare_groups(g);
+    // A division after the other makes steps, so those of the next eight groups begin before the bytes of these.
+    Groups groups[2];
+    choose_steps(0, groups[0]);
+    for (int g = 0, i = 0; g < quants_; g += 8, i ^= 1) {
+      if (g + 8 < quants_) choose_steps(g + 8, groups[i ^ 1]);
+      is_whole(g) ? prepare_groups<true>(g, groups[i]) : prepare_groups<false>(g, groups[i]);
+    }
     if (!finite) {
       rest_.large[rest_.num_large++] = {0, NAN};
       out_[0].total = out_[0].total16[0] = NAN;
@@ -183,27 +189,41 @@ class RowPreparation {
  private:
   static constexpr int32_t kOne = 127 << 23, kExponent = 255 << 23;
 
-  V16 load(int at) const { return load_masked(x_ + at, k_ - at); }
+  // Whether eight groups lie within the row, so that nothing need be masked.
+  bool is_whole(int g) const { return (g + 8) * kQuant <= k_; }
 
-  // Root mean square and largest magnitude of the row; leaves those of groups where their steps will be.
+  template <bool kWhole>
+  V16 load(int at) const {
+    return kWhole ? V16::load(x_ + at) : load_masked(x_ + at, k_ - at);
+  }
+
+  // Where the largest magnitudes of eight groups wait until the bytes of the first of them take their place.
+  float* largest_at(int g) const { return (float*)out_[g].bytes; }
+
+  // The largest magnitude of each of eight groups; adds their squares to `sum`.
+  template <bool kWhole>
+  __m256 measure_groups(int g, V16& sum) const {
+    __m256 m[8];
+    for (int i = 0; i < 8; ++i) {
+      const int at = (g + i) * kQuant;
+      const V16 a = load<kWhole>(at), b = load<kWhole>(at + 16);
+      sum = fma(b, b, fma(a, a, sum));
+      const V16 both = max(magnitude(a), magnitude(b));
+      m[i] = _mm256_max_ps(lower_half(both), upper_half(both));
+    }
+    return largest_of_each(m);
+  }
+
+  // Root mean square and largest magnitude of the row; leaves those of groups at largest_at().
   void measure(float& mean, float& high) {
     V16 sum = V16::zero();
     __m256 most = _mm256_setzero_ps();
-    float lanes[8];
     for (int g = 0; g < quants_; g += 8) {
-      __m256 m[8];
-      for (int i = 0; i < 8; ++i) {
-        const int at = (g + i) * kQuant;
-        const V16 a = load(at), b = load(at + 16);
-        sum = fma(b, b, fma(a, a, sum));
-        const V16 both = max(magnitude(a), magnitude(b));
-        m[i] = _mm256_max_ps(lower_half(both), upper_half(both));
-      }
-      const __m256 largest = largest_of_each(m);
-      _mm256_storeu_ps(lanes, largest);
-      for (int i = 0; i < 8 && g + i < quants_; ++i) out_[g + i].step = lanes[i];
+      const __m256 largest = is_whole(g) ? measure_groups<true>(g, sum) : measure_groups<false>(g, sum);
+      _mm256_storeu_ps(largest_at(g), largest);
       most = _mm256_max_ps(most, largest);
     }
+    float lanes[8];
     _mm256_storeu_ps(lanes, most);
     high = 0.0f;
     for (float lane : lanes) high = std::max(high, lane);
@@ -212,16 +232,18 @@ class RowPreparation {
 
   // What is known of eight groups before their bytes.
   struct Groups {
-    float most[8];
-    float total[8] = {}, total16[2][8] = {};  // of large values
+    __m256i step;
+    float inverse[8];
+    unsigned with_large;            // bit i: the group has large values
+    float total[8], total16[2][8];  // of large values
   };
 
-  // Takes the large values of group g + i into the list.
-  void set_large_apart(int g, int i, Groups& groups) {
-    float most = 0.0f;
+  // Takes the large values of group g + i into the list; returns the largest magnitude of the others.
+  float set_large_apart(int g, int i, Groups& groups) {
+    V16 most = V16::zero();
     for (int half = 0; half < 2; ++half) {
       const int at = (g + i) * kQuant + half * 16;
-      const V16 v = load(at);
+      const V16 v = load<false>(at);
       for (uint32_t lanes = lanes_above(magnitude(v), limit_); lanes != 0; lanes &= lanes - 1) {
         const int k = at + __builtin_ctz(lanes);
         rest_.large[rest_.num_large++] = {k, x_[k]};
@@ -229,30 +251,38 @@ class RowPreparation {
         groups.total[i] += in_units;
         groups.total16[half][i] += in_units;
       }
-      most = std::max(most, hmax(magnitude(without_large(v))));
+      most = max(most, magnitude(without_large(v)));
     }
-    groups.most[i] = most;
+    return hmax(most);
   }
 
   V16 without_large(V16 v) const { return select_lt(V16::set1(limit_), magnitude(v), V16::zero(), v); }
 
-  void prepare_groups(int g) {
-    Groups groups;
-    const int num = std::min(8, quants_ - g);
-    for (int i = 0; i < 8; ++i) groups.most[i] = i < num ? out_[g + i].step : 0.0f;
-    const __m256 above = _mm256_cmp_ps(_mm256_loadu_ps(groups.most), _mm256_set1_ps(limit_), _CMP_GT_OQ);
-    const unsigned with_large = (unsigned)_mm256_movemask_ps(above);
-    for (unsigned left = with_large; left != 0; left &= left - 1) set_large_apart(g, __builtin_ctz(left), groups);
-    const __m256i base = _mm256_set1_epi32(base_);
-    const __m256i step = _mm256_max_epi32(steps_of(_mm256_loadu_ps(groups.most)), base);
-    float inverse[8];
-    _mm256_storeu_ps(inverse, _mm256_div_ps(_mm256_set1_ps(1.0f), _mm256_castsi256_ps(step)));
+  void choose_steps(int g, Groups& groups) {
+    __m256 most = _mm256_loadu_ps(largest_at(g));
+    for (float* total : {groups.total, groups.total16[0], groups.total16[1]})
+      _mm256_storeu_ps(total, _mm256_setzero_ps());
+    groups.with_large = (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(most, _mm256_set1_ps(limit_), _CMP_GT_OQ));
+    if (groups.with_large != 0) {
+      float lanes[8];
+      _mm256_storeu_ps(lanes, most);
+      for (unsigned left = groups.with_large; left != 0; left &= left - 1)
+        lanes[__builtin_ctz(left)] = set_large_apart(g, __builtin_ctz(left), groups);
+      most = _mm256_loadu_ps(lanes);
+    }
+    groups.step = _mm256_max_epi32(steps_of(most), _mm256_set1_epi32(base_));
+    _mm256_storeu_ps(groups.inverse, _mm256_div_ps(_mm256_set1_ps(1.0f), _mm256_castsi256_ps(groups.step)));
+  }
+
+  template <bool kWhole>
+  void prepare_groups(int g, const Groups& groups) {
+    const __m256i base = _mm256_set1_epi32(base_), step = groups.step;
     __m256i sums[2];  // of four groups each: of their first 16 bytes, of their last 16 bytes
     for (int half = 0; half < 2; ++half) {
       __m256i s[4];
       for (int i = 0; i < 4; ++i) {
         const int group = 4 * half + i;
-        s[i] = prepare_group(g + group, inverse[group], with_large >> group & 1);
+        s[i] = prepare_group<kWhole>(g + group, groups.inverse[group], groups.with_large >> group & 1);
       }
       sums[half] = _mm256_hadd_epi32(_mm256_hadd_epi32(s[0], s[1]), _mm256_hadd_epi32(s[2], s[3]));
     }
@@ -276,15 +306,16 @@ class RowPreparation {
                         zero(first),
                         zero(last)};
     transpose(fields);
-    for (int i = 0; i < num; ++i) _mm256_storeu_ps(&out_[g + i].step, fields[i]);
+    for (int i = 0; i < 8 && (kWhole || g + i < quants_); ++i) _mm256_storeu_ps(&out_[g + i].step, fields[i]);
   }
 
   // Writes the bytes of a group; returns the sums of every four.
+  template <bool kWhole>
   __m256i prepare_group(int g, float inverse, bool has_large) {
-    if (g >= quants_) return _mm256_setzero_si256();
+    if (!kWhole && g >= quants_) return _mm256_setzero_si256();
     const int at = g * kQuant;
     const V16 factor = V16::set1(inverse);
-    V16 first = load(at), second = load(at + 16);
+    V16 first = load<kWhole>(at), second = load<kWhole>(at + 16);
     if (has_large) {
       first = without_large(first);
       second = without_large(second);
@@ -403,23 +434,26 @@ static void add_large_values(const LinearArgs& a, int panel, float* weights) {
   }
   float* const y = a.y + (panel - a.first_panel) * 16;
   const int64_t ldy = a.ldy;
-  // A masked store would hold up the load of the same row's next value.
+  // A row's values follow one another.
   const auto add = [&](auto whole) {
-    for (const LargeValue *v = a.large.values, *end = v + a.large.num_values; v != end; ++v) {
-      const V16 value = V16::set1(v->value);
-      float* const row = y + v->row * ldy;
-      const float* const channel = weights + v->channel * kPanels * 16;
+    for (const LargeValue *v = a.large.values, *end = v + a.large.num_values; v != end;) {
+      const int32_t row = v->row;
+      float* const out = y + row * ldy;
+      V16 sum[kPanels];
 #pragma GCC unroll 4
-      for (int p = 0; p < kPanels; ++p) {
-        float* const out = row + p * 16;
-        const V16 weight = V16::load(channel + p * 16);
-        if constexpr (whole.value) {
-          fma(value, weight, V16::load(out)).store(out);
-        } else {
-          const int left = lanes_left(w.n, (panel + p) * 16);
-          fma(value, weight, V16::load_partial(out, left)).store_partial(out, left);
-        }
-      }
+      for (int p = 0; p < kPanels; ++p)
+        sum[p] =
+            whole.value ? V16::load(out + p * 16) : V16::load_partial(out + p * 16, lanes_left(w.n, (panel + p) * 16));
+      do {
+        const V16 value = V16::set1(v->value);
+        const float* const channel = weights + v->channel * kPanels * 16;
+#pragma GCC unroll 4
+        for (int p = 0; p < kPanels; ++p) sum[p] = fma(value, V16::load(channel + p * 16), sum[p]);
+      } while (++v != end && v->row == row);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p)
+        whole.value ? sum[p].store(out + p * 16)
+                    : sum[p].store_partial(out + p * 16, lanes_left(w.n, (panel + p) * 16));
     }
   };
   (panel + kPanels) * 16 <= w.n ? add(std::true_type{}) : add(std::false_type{});
