@@ -282,7 +282,7 @@ void Program::run_attention(const Op& op, const StepInput& in) {
     k.attention(task, kv_.type, scratch_[thread].data());
   });
   pool_.run((int64_t)merges_.size(),
-            [&](int64_t i, int) { k.merge_spans(attention_task(op, in, merges_[(size_t)i]), kv_.type); });
+            [&](int64_t i, int) { k.merge_spans(attention_task(op, in, merges_[(size_t)i])); });
 }
 
 // Whole tiles, head by head; where these are few for the threads, those of single tokens span by span.

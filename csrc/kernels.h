@@ -120,7 +120,7 @@ struct Kernels {
   size_t (*attention_scratch_bytes)(int group, int head_dim);
   void (*attention)(const AttentionTask& task, KvType type, void* scratch);
   // Merges the states of all spans of a task into `out`.
-  void (*merge_spans)(const AttentionTask& task, KvType type);
+  void (*merge_spans)(const AttentionTask& task);
 
   void (*sample_row)(const float* logits, const SampleRow& row, SampleOut* out, int32_t* top_ids, float* top_logprobs,
                      void* scratch);

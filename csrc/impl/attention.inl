@@ -7,6 +7,7 @@
 
 static constexpr int kPieceTokens = 64;
 static constexpr int kPieceBlocks = kPieceTokens / 16;
+static constexpr float kLn2 = 0.693147180559945309f;  // scores are in units of it: weights are powers of two
 // Rows at once, and for so many rows the key blocks or chunks of 16 value columns at once: in 32 registers of 16 floats
 // 4 x 4 sums; in 16 of 8 floats 6 x 1 or 3 x 2, of two registers each.
 #if defined(OCTAVO_ISA_AVX512)
@@ -224,8 +225,8 @@ static inline void clear_state(const SpanState& s, int rows, int head_dim) {
   std::fill_n(s.high, rows, -INFINITY);
 }
 
-// Adds what rows gathered from the next span to `total`. Scores count in natural logarithms times `unit`.
-static void merge_state(const SpanState& total, const SpanState& part, int rows, int head_dim, float unit) {
+// Adds what rows gathered from the next span to `total`.
+static void merge_state(const SpanState& total, const SpanState& part, int rows, int head_dim) {
   const int padded = padded16(head_dim);
   for (int r = 0; r < rows; ++r) {
     if (part.sum[r] == 0.0f) continue;
@@ -238,7 +239,7 @@ static void merge_state(const SpanState& total, const SpanState& part, int rows,
     }
     const float high = part.high[r] > total.high[r] ? part.high[r] : total.high[r];
     float factors[16] = {total.high[r] - high, part.high[r] - high};
-    exp16(V16::load(factors) * V16::set1(unit)).store(factors);
+    power_of_two(V16::load(factors)).store(factors);
     const V16 old_factor = V16::set1(factors[0]), new_factor = V16::set1(factors[1]);
     total.high[r] = high;
     total.sum[r] = total.sum[r] * factors[0] + part.sum[r] * factors[1];
@@ -259,18 +260,18 @@ static void write_outputs(const AttentionTask& t, const SpanState& s) {
   }
 }
 
-static void merge_spans_in(const AttentionTask& t, float unit) {
+static void merge_spans(const AttentionTask& t) {
   const int rows = t.num_tokens * t.group, spans = last_span(t) - first_span(t) + 1;
   const SpanState total = state_at(t.states, rows);
   for (int i = 1; i < spans; ++i)
-    merge_state(total, state_at(t.states + (size_t)i * state_floats(rows, t.head_dim), rows), rows, t.head_dim, unit);
+    merge_state(total, state_at(t.states + (size_t)i * state_floats(rows, t.head_dim), rows), rows, t.head_dim);
   write_outputs(t, total);
 }
 
 // Calls attend(first key, last key, state) for the spans that the task asks for, with cleared states. `memory`: of two
 // states.
 template <class F>
-static inline void attend_spans(const AttentionTask& t, float* memory, float unit, const F& attend) {
+static inline void attend_spans(const AttentionTask& t, float* memory, const F& attend) {
   const int rows = t.num_tokens * t.group, last_pos = t.first_pos + t.num_tokens - 1;
   const size_t floats = state_floats(rows, t.head_dim);
   const auto attend_to = [&](int span, const SpanState& s) {
@@ -283,7 +284,7 @@ static inline void attend_spans(const AttentionTask& t, float* memory, float uni
   attend_to(first_span(t), total);
   for (int span = first_span(t) + 1; span <= last_span(t); ++span) {
     attend_to(span, part);
-    merge_state(total, part, rows, t.head_dim, unit);
+    merge_state(total, part, rows, t.head_dim);
   }
   write_outputs(t, total);
 }
@@ -332,7 +333,7 @@ static inline void soften(const AttentionTask& t, int row, int piece, float* sco
     drop[r] = high[r] - new_high;
     high[r] = new_high;
   }
-  exp16(V16::load(drop)).store(factors);
+  power_of_two(V16::load(drop)).store(factors);
   for (int r = 0; r < kRows; ++r) {
     float* const s = scores + (size_t)r * kPieceTokens;
     if (seen[r].none()) {
@@ -343,7 +344,7 @@ static inline void soften(const AttentionTask& t, int row, int piece, float* sco
     V16 total = V16::zero();
 #pragma GCC unroll 4
     for (int i = 0; i < kPieceTokens; i += 16) {
-      const V16 w = exp16(V16::load(s + i) - shift);
+      const V16 w = power_of_two(V16::load(s + i) - shift);
       w.store(s + i);
       total = total + w;
     }
@@ -413,11 +414,12 @@ static void attend(const AttentionTask& t, float* scratch) {
   float* const wide = scratch;
   float* const scores = wide + wide_piece_floats(t.head_dim);
   float* const queries = scores + (size_t)kRowsAtOnce * kPieceTokens;  // [rows][head_dim], scaled
+  const float scale = t.scale / kLn2;
   for (int r = 0; r < num_rows; ++r) {
     const float* q = t.q + (size_t)(r / t.group) * t.ldq + (size_t)(r % t.group) * t.head_dim;
-    for (int d = 0; d < t.head_dim; ++d) queries[(size_t)r * t.head_dim + d] = q[d] * t.scale;
+    for (int d = 0; d < t.head_dim; ++d) queries[(size_t)r * t.head_dim + d] = q[d] * scale;
   }
-  attend_spans(t, queries + (size_t)num_rows * t.head_dim, 1.0f, [&](int first, int last, const SpanState& state) {
+  attend_spans(t, queries + (size_t)num_rows * t.head_dim, [&](int first, int last, const SpanState& state) {
     for (int piece = first / kPieceTokens * kPieceTokens; piece <= last; piece += kPieceTokens) {
       const int num_tokens = std::min(last + 1 - piece, kPieceTokens);
       const int blocks = (num_tokens + 15) / 16;
@@ -476,6 +478,4 @@ static size_t attention_scratch_bytes(int group, int head_dim) { return row_scra
 static void attention(const AttentionTask& task, KvType type, void* scratch) {
   attention_rows(task, type, (float*)scratch);
 }
-
-static void merge_spans(const AttentionTask& task, KvType) { merge_spans_in(task, 1.0f); }
 #endif

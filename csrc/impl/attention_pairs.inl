@@ -49,11 +49,9 @@ static inline size_t pair_scratch_bytes(int rows, int head_dim, PairScratch* s, 
   return at;
 }
 
-static constexpr float kLn2 = 0.693147180559945309f;  // scores are in units of it: weights are powers of two
-
 // 2^x for x <= 0, within 1e-4 of it: enough for a result that is rounded to bf16 (2^-9). Exactly 0 once it is rounded
 // so below -150, as for what a row may not see. Cubic through the Chebyshev nodes of [-1/2, 1/2].
-static inline V16 power_of_two(V16 x) {
+static inline V16 coarse_power_of_two(V16 x) {
   const V16 y = max(x, V16::set1(-150.0f)), n = round_nearest(y), r = y - n;
   V16 p = fma(V16::set1(0.0558382832f), r, V16::set1(0.242639482f));
   p = fma(p, r, V16::set1(0.693136752f));
@@ -67,7 +65,7 @@ static inline float weigh_row(const float* scores, float high, uint16_t* weights
   V16 total = V16::zero();
 #pragma GCC unroll 4
   for (int i = 0; i < kPieceTokens; i += 16) {
-    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(power_of_two(V16::load(scores + i) - shift).v);
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(coarse_power_of_two(V16::load(scores + i) - shift).v);
     _mm256_storeu_si256((__m256i*)(weights + i), rounded);
     total = total + V16{_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16))};
   }
@@ -86,7 +84,7 @@ static inline void soften_rows(float* scores, uint16_t* weights, const Visible* 
     drop[r] = high[r] - new_high;
     high[r] = new_high;
   }
-  exp16(V16::load(drop) * V16::set1(kLn2)).store(alpha);
+  power_of_two(V16::load(drop)).store(alpha);
   for (int r = 0; r < rows; ++r) {
     uint16_t* w = weights + (size_t)r * kPieceTokens;
     if (seen[r].none()) {
@@ -125,7 +123,7 @@ static void attend_pairs(const AttentionTask& t, uint8_t* scratch) {
   load_queries(t, s, num_rows, rows_up);
   begin_products(num_rows < 16 ? num_rows : 16);
 
-  attend_spans(t, s.states, kLn2, [&](int first, int last, const SpanState& state) {
+  attend_spans(t, s.states, [&](int first, int last, const SpanState& state) {
     for (int piece = first / kPieceTokens * kPieceTokens; piece <= last; piece += kPieceTokens) {
       const int blocks = (std::min(last + 1 - piece, kPieceTokens) + 15) / 16;
       const Piece p = find_piece(t, piece, blocks, (size_t)depth * 32);
@@ -158,8 +156,4 @@ static size_t attention_scratch_bytes(int group, int head_dim) {
 
 static void attention(const AttentionTask& task, KvType type, void* scratch) {
   type == KvType::kBf16 ? attend_pairs(task, (uint8_t*)scratch) : attention_rows(task, type, (float*)scratch);
-}
-
-static void merge_spans(const AttentionTask& task, KvType type) {
-  merge_spans_in(task, type == KvType::kBf16 ? kLn2 : 1.0f);
 }
