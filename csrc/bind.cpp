@@ -238,6 +238,7 @@ void bind_program(nb::module_& m) {
             new (self) Program(kernels_named(isa), threads, max_tokens, max_outputs);
           },
           "isa"_a, "threads"_a, "max_tokens"_a, "max_outputs"_a)
+      .def("pin_workers", [](Program& p, const std::vector<std::vector<int>>& cpus) { p.pool().pin_workers(cpus); })
       .def("add_matrix",
            [](Program& p, const std::string& format, Array1<uint8_t> data, int rows, int cols) {
              const FormatInfo& info = format_named(format);

@@ -2,6 +2,7 @@
 #include "threads.h"
 
 #include <immintrin.h>
+#include <pthread.h>
 #include <sched.h>
 
 namespace octavo {
@@ -19,6 +20,16 @@ ThreadPool::~ThreadPool() {
   generation_.fetch_add(1, std::memory_order_release);
   generation_.notify_all();
   for (std::thread& t : workers_) t.join();
+}
+
+void ThreadPool::pin_workers(const std::vector<std::vector<int>>& cpus) {
+  for (size_t i = 0; i < workers_.size() && i < cpus.size(); ++i) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int cpu : cpus[i])
+      if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+    pthread_setaffinity_np(workers_[i].native_handle(), sizeof set, &set);
+  }
 }
 
 void ThreadPool::take_items(int thread) {

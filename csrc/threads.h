@@ -22,6 +22,10 @@ class ThreadPool {
 
   int size() const { return (int)workers_.size() + 1; }
 
+  // From now on worker i, thread i + 1, runs on the CPUs of cpus[i] only. Thread 0 stays free, since threads that it
+  // starts would have to stay where it is; the workers leave it its core. Without effect where the system refuses.
+  void pin_workers(const std::vector<std::vector<int>>& cpus);
+
   template <class F>
   void run(int64_t num_items, const F& f) {
     if (num_items <= 1 || workers_.empty()) {

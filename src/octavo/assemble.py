@@ -112,6 +112,7 @@ def create_backend(
         max_model_len=resolved.max_model_len,
         block_size=options.block_size,
         threads=resolved.threads,
+        pins=resolved.pins,
         isa=resolved.isa,
         kv_cache_dtype=resolved.kv_cache_dtype,
         progress=_for_backend(progress),

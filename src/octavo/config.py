@@ -90,6 +90,7 @@ class EngineOptions:
     # The machine
     backend: str = "auto"
     threads: int | None = None
+    pin_threads: bool = False  # each to a core of its own
     isa: str = "auto"
     tensor_parallel_size: int = 1
 
@@ -199,6 +200,7 @@ class Resolved:
     kv_cache_dtype: str
     backend: str
     threads: int
+    pins: tuple[tuple[int, ...], ...]  # CPUs of each thread; none: any of the process's
     isa: str
     sources: Mapping[str, str]
 
@@ -224,14 +226,20 @@ def resolve(options: EngineOptions, spec: ModelSpec, environment: Environment, c
     kv_cache_dtype = choose(
         "kv_cache_dtype", (_not_auto(options.kv_cache_dtype), given), (dtype, "dtype"), ("bfloat16", default)
     )
+    threads = choose(
+        "threads", (options.threads, given), (environment.threads, "OCTAVO_THREADS"), (cpu.num_threads, cpu.source)
+    )
+    if options.pin_threads and threads > cpu.num_cores:
+        raise ConfigError(f"pin_threads wants a core for every thread; there are {threads} threads and {cpu.source}")
+    pins = cpu.cores[:threads] if options.pin_threads else ()
+    sources["pin_threads"] = given if options.pin_threads else default
     return Resolved(
         max_model_len=choose("max_model_len", (options.max_model_len, given), (spec.max_position, "model")),
         model_len_is_auto=options.max_model_len is None,
         kv_cache_dtype=kv_cache_dtype,
         backend=choose("backend", (_not_auto(options.backend), given), ("cpu", default)),
-        threads=choose(
-            "threads", (options.threads, given), (environment.threads, "OCTAVO_THREADS"), (cpu.num_threads, cpu.source)
-        ),
+        threads=threads,
+        pins=pins,
         isa=choose(
             "isa", (_not_auto(options.isa), given), (environment.isa, "OCTAVO_ISA"), ("auto", "best of this CPU")
         ),
@@ -332,4 +340,5 @@ def describe(options: EngineOptions, resolved: Resolved, config: EngineConfig, p
     rows[2] = Setting("num_blocks", str(config.num_blocks), pool_source)
     for name in ("kv_cache_dtype", "backend", "threads", "isa"):
         rows.append(Setting(name, str(getattr(resolved, name)), resolved.sources[name]))
+    rows.append(Setting("pin_threads", str(bool(resolved.pins)), resolved.sources["pin_threads"]))
     return rows

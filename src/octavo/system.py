@@ -29,11 +29,18 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """Logical CPUs of the affinity mask, cores among them, CPUs' worth of time the cgroup grants (None: all)."""
+    """Logical CPUs of the affinity mask, by core, and the CPUs' worth of time that the cgroup grants (None: all)."""
 
-    num_logical: int
-    num_cores: int
+    cores: tuple[tuple[int, ...], ...]
     quota: float | None
+
+    @property
+    def num_cores(self) -> int:
+        return len(self.cores)
+
+    @property
+    def num_logical(self) -> int:
+        return sum(len(core) for core in self.cores)
 
     @property
     def num_threads(self) -> int:
@@ -80,14 +87,17 @@ def memory_info(root: Path = Path("/")) -> MemoryInfo:
 def cpu_info(root: Path = Path("/"), affinity: Iterable[int] | None = None) -> CpuInfo:
     """`affinity` is the set of CPUs this process may run on (default: asked from the kernel)."""
     cpus = set(affinity) if affinity is not None else _affinity()
-    cores = {_read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(cpus):
+        siblings = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+        cores.setdefault(siblings, []).append(cpu)
     quotas = [
         quota
         for group in _cgroups(root, "cpu")
         for directory in group.directories
         if (quota := _cpu_quota(group.version, directory)) is not None
     ]
-    return CpuInfo(len(cpus), len(cores), min(quotas, default=None))
+    return CpuInfo(tuple(map(tuple, cores.values())), min(quotas, default=None))
 
 
 def peak_rss() -> int:

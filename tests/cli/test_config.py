@@ -24,7 +24,7 @@ from octavo.system import CpuInfo
 from octavo.units import parse_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
-CPU = CpuInfo(num_logical=4, num_cores=4, quota=None)
+CPU = CpuInfo(cores=((0,), (1,), (2,), (3,)), quota=None)
 
 
 def spec(max_position: int = 4096) -> ModelSpec:
@@ -161,6 +161,17 @@ def test_argument_beats_environment_beats_default() -> None:
     given = resolved(environment, threads=1, isa="scalar")
     assert (given.threads, given.isa) == (1, "scalar")
     assert given.sources["threads"] == "given"
+
+
+def test_threads_are_pinned_on_request_and_each_to_a_core() -> None:
+    assert resolved().pins == ()
+    assert resolved(pin_threads=True).pins == CPU.cores
+    assert resolved(pin_threads=True, threads=3).pins == CPU.cores[:3]
+    options = EngineOptions(pin_threads=True)
+    siblings = CpuInfo(cores=((0, 2), (1, 3)), quota=None)
+    assert resolve(options, spec(), Environment(), siblings).pins == ((0, 2), (1, 3))
+    with pytest.raises(ConfigError, match=r"pin_threads .* 5 threads and 4 cores, 4 logical CPUs"):
+        resolved(pin_threads=True, threads=5)
 
 
 def test_dtype_decides_kv_and_dummy_weights() -> None:

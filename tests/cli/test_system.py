@@ -129,6 +129,7 @@ def test_hyperthreads_count_once(tree: Tree) -> None:
         tree.write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
     info = cpu_info(tree.root, affinity=range(8))
     assert (info.num_logical, info.num_cores, info.num_threads) == (8, 4, 4)
+    assert info.cores == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def test_two_siblings_of_a_small_machine_are_taken_as_two(tree: Tree) -> None:
@@ -159,7 +160,7 @@ def test_v1_quota(tree: Tree) -> None:
     tree.write("sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us", 100000)
     tree.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", -1)
     tree.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", 100000)
-    assert cpu_info(tree.root, affinity=range(8)) == CpuInfo(num_logical=8, num_cores=8, quota=2.5)
+    assert cpu_info(tree.root, affinity=range(8)) == CpuInfo(cores=tuple((cpu,) for cpu in range(8)), quota=2.5)
 
 
 def test_quota_above_the_cpus_changes_nothing(tree: Tree) -> None:

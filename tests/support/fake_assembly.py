@@ -67,7 +67,7 @@ def fake_assembly(
         tokenizer_source=byte_metadata(),
         generation_config=generation_config or {},
     )
-    resolved = resolve(chosen, model.spec, Environment(), CpuInfo(2, 2, None))
+    resolved = resolve(chosen, model.spec, Environment(), CpuInfo(((0,), (1,)), None))
     return put_together(
         model,
         byte_tokenizer if with_tokenizer else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.backends.base import Backend
@@ -23,6 +23,7 @@ def create(
     max_model_len: int,
     block_size: int,
     threads: int | None,
+    pins: Sequence[Sequence[int]] = (),
     isa: str = "auto",
     kv_cache_dtype: str = "bfloat16",
     progress: Callable[[float], None] | None = None,
@@ -39,6 +40,7 @@ def create(
         max_model_len=max_model_len,
         block_size=block_size,
         threads=threads or 1,
+        pins=pins,
         isa=isa,
         kv_cache_dtype=kv_cache_dtype,
         progress=progress,

@@ -208,6 +208,12 @@ engine_options = together(
         help="Compute threads. Default: OCTAVO_THREADS, else the cores granted to this process.",
     ),
     option(
+        "--pin-threads",
+        is_flag=True,
+        group=MACHINE,
+        help="Keep each thread on a core of its own. For machines that nothing else computes on.",
+    ),
+    option(
         "--isa",
         metavar="NAME",
         default="auto",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ class CpuBackend:
         max_model_len: int,
         block_size: int = NATIVE_BLOCK_SIZE,
         threads: int = 1,
+        pins: Sequence[Sequence[int]] = (),
         isa: str = "auto",
         kv_cache_dtype: str = "bfloat16",
         poison: bool = False,
@@ -54,6 +55,8 @@ class CpuBackend:
         # Prompt scoring wants a row of logits for every token of a chunk.
         max_outputs = max(max_num_seqs, max_num_batched_tokens)
         self._program = _native.Program(isa, threads, max_num_batched_tokens, max_outputs)
+        if pins:
+            self._program.pin_workers([list(cpus) for cpus in pins[1:]])
         self._program.set_rope(*rope_table(spec, _rope_factors(model), max_model_len))
         self._program.set_kv_shape(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_cache_dtype)
         total = sum(t.data.nbytes for t in model.tensors.values()) or 1
