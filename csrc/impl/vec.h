@@ -318,16 +318,16 @@ static inline V16 exp16(V16 x) {
   return select_lt(x, low, V16::zero(), times_pow2(p, n));
 }
 
-// 2^x for x <= 0, within 1.7e-7 of it; 0 below -126 (also for -inf). 2^n times a polynomial for [-1/2, 1/2] whose
-// largest relative error is the least for its degree. Half the operations of exp16.
+// 2^x for x <= 0, with a relative error of 1.7e-7; 0 below -126 (also for -inf). 2^n times a polynomial for [-1/2, 1/2]
+// whose largest relative error is the least for its degree. Half the operations of exp16.
 static inline V16 power_of_two(V16 x) {
-  const V16 n = round_nearest(x), r = x - n;
+  const V16 low = V16::set1(-126.0f), n = round_nearest(max(x, low)), r = x - n;
   V16 p = fma(V16::set1(1.32647261e-3f), r, V16::set1(9.67151299e-3f));
   p = fma(p, r, V16::set1(5.55073358e-2f));
   p = fma(p, r, V16::set1(2.40222424e-1f));
   p = fma(p, r, V16::set1(6.93147004e-1f));
   p = fma(p, r, V16::set1(1.0f));
-  return select_lt(x, V16::set1(-126.0f), V16::zero(), times_pow2(p, n));
+  return select_lt(x, low, V16::zero(), times_pow2(p, n));
 }
 
 // Round-to-nearest-even conversion; NaN stays NaN.

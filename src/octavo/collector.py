@@ -8,13 +8,22 @@ which no token goes out.
 
 import atexit
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def pause_collector() -> None:
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Within, nothing is collected, up to resume_collector()."""
     gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def resume_collector() -> None:
+    """The process has started: what there is by now is never looked through again."""
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # else native objects that cycles hold would not be freed, and nanobind complain

@@ -7,13 +7,15 @@ import sys
 
 CODE = """
 import gc
-from octavo.collector import pause_collector, resume_collector
-pause_collector()
-assert not gc.isenabled()
-import octavo.server.wire
-at_start = len(gc.get_objects())
-resume_collector()
-assert gc.isenabled() and gc.get_freeze_count() >= at_start > 1000
+from octavo.collector import collector_paused, resume_collector
+with collector_paused():
+    assert not gc.isenabled()
+assert gc.isenabled()
+with collector_paused():
+    import octavo.server.wire
+    resume_collector()
+    assert gc.isenabled()
+assert gc.isenabled() and gc.get_freeze_count() > 10_000
 class Loop:
     alive = 0
     def __init__(self): self.me, Loop.alive = self, Loop.alive + 1

@@ -12,8 +12,8 @@ import click
 
 from octavo import logs
 from octavo.cli.options import DEFAULT_MODEL, GroupedCommand, engine_options, option, take_engine_options
-from octavo.collector import pause_collector, resume_collector
-from octavo.config import read_environment
+from octavo.collector import collector_paused, resume_collector
+from octavo.config import EngineOptions, read_environment
 from octavo.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -159,7 +159,6 @@ def serve(model: str, **values: Any) -> int:
       octavo serve                                   the default model, smollm2-135m
       octavo serve ./model.gguf --max-model-len 4096 --kv-cache-memory 2GiB
     """
-    pause_collector()
     options = take_engine_options(values)
     logs.use(values["log_format"], "server")
     if values.pop("log_requests"):
@@ -169,6 +168,11 @@ def serve(model: str, **values: Any) -> int:
     values["max_body_bytes"] = parse_bytes(values.pop("max_body_size"), "max_body_size")
     values["api_key"] = values["api_key"] or environment.api_key
 
+    with collector_paused():
+        return _run(model, options, values)
+
+
+def _run(model: str, options: EngineOptions, values: dict[str, Any]) -> int:
     from octavo.progress import StageProgress
     from octavo.server.serve import ServeOptions, run_server
     from octavo.server.supervisor import SupervisorOptions

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from octavo import logs
-from octavo.collector import pause_collector, resume_collector
+from octavo.collector import collector_paused, resume_collector
 from octavo.errors import EngineError, OctavoError
 from octavo.server.heart import Heart
 from octavo.server.loop import EngineLoop
@@ -60,7 +60,6 @@ class _ZmqInbox:
 
 def main(directory: str, lifeline: socket.socket, heart: Heart, log_format: str) -> int:
     """Exit code: 0 after Shutdown, 1 after a failure (which has been sent as Failed)."""
-    pause_collector()
     # The front end decides when to stop, also when Ctrl-C, a terminal or a service manager signals the whole group.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
@@ -81,7 +80,8 @@ def main(directory: str, lifeline: socket.socket, heart: Heart, log_format: str)
         failed = failed or isinstance(message, Failed)
         events.send(encode(message))
 
-    assembly = _assemble((Path(directory) / LAUNCH).read_bytes(), emit)
+    with collector_paused():
+        assembly = _assemble((Path(directory) / LAUNCH).read_bytes(), emit)
     if assembly is not None:
         resume_collector()
         _prepare_grammars(assembly.engine.grammars)
