@@ -287,3 +287,17 @@ def test_long_attention_does_not_depend_on_its_threads(isa: str, kv: str) -> Non
         if kv != "bfloat16":
             expected = inputs | kept
             assert_close(whole, op.reference(**expected), op.tolerance(expected, 0.0))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_attention_of_what_is_no_number_is_none_and_stays_in_its_row(isa: str, kv: str) -> None:
+    if isa in BF16_ATTENTION and kv == "bfloat16":
+        pytest.skip("its weights are rounded, and a maximum swallows what is no number")
+    inputs = OPS["attention"].example(np.random.default_rng(7), 150, 64)
+    whole = run_attention(isa, inputs, kv=kv)
+    q = inputs["q"].copy()
+    q[145] = np.nan
+    got = run_attention(isa, inputs | {"q": q}, kv=kv)
+    assert np.isnan(got[145]).all()
+    np.testing.assert_array_equal(np.delete(got, 145, axis=0), np.delete(whole, 145, axis=0))
