@@ -36,9 +36,9 @@ struct LinearArgs {
   const float* x;
   int64_t ldx;
   const uint16_t* prepared;  // [rows]: bf16 [K32], K32 = k rounded up to 32, zero padded; then, where kernels multiply
-  int64_t ld_prepared;       // in 8 bits, Quant [K32 / 32] (gemm_int8.inl). A multiple of 64 bytes
+  int64_t ld_prepared;       // in 8 bits, Quant [K32 / 32] (prepare_int8.inl). A multiple of 64 bytes
   const float* sums;         // [rows]; bf16: sums of 16 consecutive prepared values (K32 / 16 of them), then, from
-  int64_t ld_sums;           // offset32 on, of 32 (K32 / 32); int8: RowRest (gemm_int8.inl)
+  int64_t ld_sums;           // offset32 on, of 32 (K32 / 32); int8: RowRest (prepare_int8.inl)
   int64_t offset32;
   LargeValues large;
   float* y;

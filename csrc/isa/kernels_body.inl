@@ -11,6 +11,7 @@
 #include "../impl/gemm_bf16.inl"
 #endif
 #if defined(OCTAVO_ISA_VNNI) || defined(OCTAVO_ISA_AVX2)
+#include "../impl/prepare_int8.inl"
 #include "../impl/gemm_int8.inl"
 #elif !defined(OCTAVO_ISA_BF16)
 static Preparation preparation(const PackedMatrix&) { return kAsFloat; }
